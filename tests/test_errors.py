@@ -35,5 +35,5 @@ class Unprintable:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_value_is_shown_short(value: Any, text: str) -> None:
+def test_values_in_error_messages_are_shortened(value: Any, text: str) -> None:
     assert short_repr(value) == text

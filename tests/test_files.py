@@ -42,9 +42,11 @@ def test_a_fifo_that_replaces_a_file_is_refused_too(
 def test_devices_sockets_and_folders_are_refused(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:
         # the path of a socket has 108 characters at most
-        place = os.path.relpath(tmp_path / "socket")
+        socket_path = os.path.relpath(tmp_path / "socket")
         bound.bind(
-            place if len(place) < len(str(tmp_path / "socket")) else str(tmp_path / "socket")
+            socket_path
+            if len(socket_path) < len(str(tmp_path / "socket"))
+            else str(tmp_path / "socket")
         )
         for path in (Path("/dev/zero"), tmp_path / "socket"):
             with pytest.raises(OSError, match="not a regular file"):
@@ -82,7 +84,7 @@ def test_shipped_cases_are_parsed_as_tomllib_does() -> None:
         f"x = {'9' * 255}",
     ],
 )
-def test_toml_within_the_limits(text: str) -> None:
+def test_toml_within_the_limits_is_parsed(text: str) -> None:
     assert files.parse_toml(text) == tomllib.loads(text)
 
 
@@ -97,13 +99,13 @@ def test_toml_within_the_limits(text: str) -> None:
         "x = " + "{a=" * 17 + "1" + "}" * 17,
     ],
 )
-def test_toml_that_is_nested_too_deep(text: str) -> None:
+def test_toml_nested_too_deep_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="nested more than 16 deep"):
         files.parse_toml(text)
 
 
 @pytest.mark.parametrize("text", [f"x = {'9' * 256}", f"x = 0x{'f' * 5000}", f"{'a' * 256} = 1"])
-def test_toml_with_a_word_that_is_too_long(text: str) -> None:
+def test_toml_with_a_too_long_key_or_number_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="a key or a number has more than 255 characters"):
         files.parse_toml(text)
 
@@ -121,7 +123,7 @@ def test_toml_with_a_word_that_is_too_long(text: str) -> None:
     ],
     ids=range(7),
 )
-def test_strings_without_an_end_are_scanned_once(text: str) -> None:
+def test_unterminated_strings_are_refused_in_linear_time(text: str) -> None:
     """Each of these texts took time quadratic in its length, or would with a careless pattern:
     nearly a minute.
     """

@@ -7,12 +7,14 @@ import tomllib
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-USED = re.compile(r'golden\(\s*"([^"]+)"')
+GOLDEN_CALL = re.compile(r'golden\(\s*"([^"]+)"')
 
 
-def test_sentences_are_those_that_tests_expect() -> None:
+def test_golden_sentences_are_exactly_those_that_tests_use() -> None:
     used = {
-        key for path in TESTS.rglob("test_*.py") for key in USED.findall(path.read_text("utf-8"))
+        key
+        for path in TESTS.rglob("test_*.py")
+        for key in GOLDEN_CALL.findall(path.read_text("utf-8"))
     }
     stored = [
         tomllib.loads(path.read_text("utf-8"))

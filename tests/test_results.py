@@ -9,7 +9,15 @@ from statistics import fmean
 
 import pytest
 
-from docs_tables import BY_ID, ROOT, TABLES, Row, load, make, values
+from docs_tables import (
+    PATH_BY_ID,
+    ROOT,
+    TABLES,
+    DocsRow,
+    load_records,
+    make_table,
+    read_metric_values,
+)
 from fixtures.records import SPECS
 from steelyard.metrics import estimates, side_comparison
 from steelyard.metrics.time_waterfall import make_waterfalls
@@ -18,32 +26,34 @@ from steelyard.record import ceilings_record
 NOTEBOOK = " ".join((ROOT / "docs/notebook.md").read_text().split())
 
 
-def rows(name: str) -> list[Row]:
+def read_rows(name: str) -> list[DocsRow]:
     """Return the rows of a table of docs/tables.toml."""
-    return [Row(*row) for row in TABLES[name]["rows"]]
+    return [DocsRow(*row) for row in TABLES[name]["rows"]]
 
 
-def rate(ids: str) -> float:
+def read_rate(ids: str) -> float:
     """Return the rate of one run in tokens/s per device."""
-    [found] = values(ids, "tokens_per_device_s")
-    return found
+    [value] = read_metric_values(ids, "tokens_per_device_s")
+    return value
 
 
 @pytest.mark.parametrize("name", ["mmlu-explain", "training-explain"])
-def test_waterfalls_agree_with_what_was_measured(name) -> None:
-    [one] = load(TABLES[name]["ids"])
-    [found] = make_waterfalls(one)
-    assert found.is_close
-    assert f"took {found.profile.wall_s / found.measured_s:.1%}".replace("%", " %") in NOTEBOOK
+def test_waterfalls_agree_with_the_measured_time(name) -> None:
+    [run] = load_records(TABLES[name]["ids"])
+    [waterfall] = make_waterfalls(run)
+    assert waterfall.is_close
+    assert (
+        f"took {waterfall.profile.wall_s / waterfall.measured_s:.1%}".replace("%", " %") in NOTEBOOK
+    )
 
 
 def test_ceilings_have_a_row_for_each_precision_and_direction() -> None:
     [path] = SPECS
-    table = make("ceilings")
+    table = make_table("ceilings")
     squares = [
-        one.precision
-        for one in ceilings_record.read_spec_record(path).benches
-        if one.name == "square 8192"
+        bench.precision
+        for bench in ceilings_record.read_spec_record(path).benches
+        if bench.name == "square 8192"
     ]
     assert squares == ["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8"]
     assert all(f"| matmul, square 8192 | {precision} |" in table for precision in squares)
@@ -51,112 +61,122 @@ def test_ceilings_have_a_row_for_each_precision_and_direction() -> None:
     assert table.count("| copy, ") == 4  # one device: no copy between devices
 
 
-def test_repeats_and_the_comparison() -> None:
-    sides = {row.records[0].engine.name: row for row in rows("mmlu-energy")}
-    assert all(one.status == "valid" for row in sides.values() for one in row.records)
-    made = [side_comparison.make_side(name, list(row.records)) for name, row in sides.items()]
-    found = side_comparison.compare_sides(*made, across=(), threshold=0.01)
-    assert found.ratio is not None
-    assert found.ratio.verdict == "significant"
+def test_difference_between_engines_is_significant() -> None:
+    sides = {row.records[0].engine.name: row for row in read_rows("mmlu-energy")}
+    assert all(run.status == "valid" for row in sides.values() for run in row.records)
+    comparison_sides = [
+        side_comparison.make_side(name, list(row.records)) for name, row in sides.items()
+    ]
+    comparison = side_comparison.compare_sides(*comparison_sides, across=(), threshold=0.01)
+    assert comparison.ratio is not None
+    assert comparison.ratio.verdict == "significant"
     assert TABLES["mmlu-engines"]["ids"] == " ".join(row.ids for row in sides.values())
 
 
-def test_changes_of_the_program_cost_nothing() -> None:
-    for row in rows("changes"):
-        [old, new] = [fmean(values(ids, "tokens_per_device_s")) for ids in (row.base, row.ids)]
+def test_program_changes_keep_the_rate_within_half_a_percent() -> None:
+    for row in read_rows("changes"):
+        [old, new] = [
+            fmean(read_metric_values(ids, "tokens_per_device_s")) for ids in (row.base, row.ids)
+        ]
         assert abs(new / old - 1) < 0.005
-        assert {one.status for one in (*row.records, *load(row.base))} == {"valid"}
+        assert {run.status for run in (*row.records, *load_records(row.base))} == {"valid"}
 
 
-def losses(ids: str) -> list[float]:
+def read_losses(ids: str) -> list[float]:
     """Return the losses of one run's training steps."""
-    [one] = load(ids)
-    return [sample.values["loss"] for sample in one.samples if sample.pass_name == "train"]
+    [run] = load_records(ids)
+    return [sample.values["loss"] for sample in run.samples if sample.pass_name == "train"]
 
 
-def test_fp8_beside_bf16() -> None:
+def test_notebook_gives_the_loss_differences_of_fp8_and_bf16() -> None:
     """The notebook gives the differences of training losses beside those of the table: at the last
     step, and the mean of the last 20.
     """
-    curves = [row for row in rows("fp8") if row.records[0].task.kind == "train"]
-    pairs = [tuple(load(ids)[0].case.precision for ids in (row.ids, row.base)) for row in curves]
+    curves = [row for row in read_rows("fp8") if row.records[0].task.kind == "train"]
+    pairs = [
+        tuple(load_records(ids)[0].case.precision for ids in (row.ids, row.base)) for row in curves
+    ]
     assert pairs == [("fp8", "bf16"), ("fp8-pure", "bf16-pure"), ("bf16-pure", "bf16")]
     for row in curves:
-        apart = [a - b for a, b in zip(losses(row.ids), losses(row.base), strict=True)]
-        assert len(apart) == 200
-        assert f" {abs(apart[-1]):.4f} " in NOTEBOOK
-        assert f"{abs(fmean(apart[-20:])):.4f})" in NOTEBOOK
+        differences = [
+            a - b for a, b in zip(read_losses(row.ids), read_losses(row.base), strict=True)
+        ]
+        assert len(differences) == 200
+        assert f" {abs(differences[-1]):.4f} " in NOTEBOOK
+        assert f"{abs(fmean(differences[-20:])):.4f})" in NOTEBOOK
 
 
-def test_fp8_answers_of_a_real_model() -> None:
-    scored = [row for row in rows("fp8") if row.records[0].task.kind == "score"]
+def test_fp8_scores_are_compared_with_bf16_on_the_same_scope() -> None:
+    scored = [row for row in read_rows("fp8") if row.records[0].task.kind == "score"]
     assert [row.records[0].case.question["task"] for row in scored] == ["lambada", "mmlu"]
     for row in scored:
-        [narrow], [wide] = row.records, load(row.base)
-        assert (wide.case.precision, narrow.case.precision) == ("bf16", "fp8")
-        assert wide.scope == narrow.scope
+        [fp8_run], [bf16_run] = row.records, load_records(row.base)
+        assert (bf16_run.case.precision, fp8_run.case.precision) == ("bf16", "fp8")
+        assert bf16_run.scope == fp8_run.scope
 
 
-def test_default_sizes_are_those_of_auto() -> None:
+def test_default_sizes_are_chosen_by_auto() -> None:
     """All sizes are chosen by `auto`, except that of engine transformers with flash attention."""
-    for row in rows("defaults"):
-        for one in row.records:
-            assert one.status == "valid"
-            assert one.auto_tunes or one.tune.attention == "flash"
+    for row in read_rows("defaults"):
+        for run in row.records:
+            assert run.status == "valid"
+            assert run.auto_tunes or run.tune.attention == "flash"
 
 
-def test_glm_with_its_own_attention() -> None:
-    auto = [one for row in rows("glm") for one in row.records if one.auto_tunes]
+def test_glm_runs_with_auto_sizes_are_valid() -> None:
+    auto = [run for row in read_rows("glm") for run in row.records if run.auto_tunes]
     assert len(auto) == 8
-    assert {one.status for one in auto} == {"valid"}
-    assert all(one.metrics["p_whole"].value <= one.metrics["samples_per_s"].value for one in auto)
+    assert {run.status for run in auto} == {"valid"}
+    assert all(run.metrics["p_whole"].value <= run.metrics["samples_per_s"].value for run in auto)
 
 
-def test_sizes_by_hand() -> None:
+def test_auto_sizes_are_within_one_percent_of_hand_chosen_ones() -> None:
     """`auto` is the best size, or within one percent of it."""
-    assert len(rows("sizes")) == 6
-    for row in rows("sizes"):
-        [ours], [other] = row.records, load(row.base)
-        assert rate(row.ids) >= 0.99 * rate(row.base)
-        assert ours.status == "valid"
-        assert (bool(ours.auto_tunes), other.auto_tunes) == (True, ())
-        machines = [one.environment.hardware.devices for one in (ours, other)]
+    assert len(read_rows("sizes")) == 6
+    for row in read_rows("sizes"):
+        [auto_run], [fixed_run] = row.records, load_records(row.base)
+        assert read_rate(row.ids) >= 0.99 * read_rate(row.base)
+        assert auto_run.status == "valid"
+        assert (bool(auto_run.auto_tunes), fixed_run.auto_tunes) == (True, ())
+        machines = [run.environment.hardware.devices for run in (auto_run, fixed_run)]
         assert machines[0] == machines[1]
 
 
-def test_the_code_of_several_devices() -> None:
-    assert len(rows("several")) == 5
-    for row in rows("several"):
-        [one], [alone] = row.records, load(row.base)
-        assert (one.tune.distributed, alone.tune.distributed) == (True, False)
-        assert one.status == alone.status == "valid"
-        assert one.metrics["mem"].value <= 1.02 * alone.metrics["mem"].value
-        assert rate(row.ids) >= (0.99 if one.tune.sharding < 3 else 0.98) * rate(row.base)
+def test_distributed_code_on_one_device_costs_at_most_two_percent() -> None:
+    assert len(read_rows("several")) == 5
+    for row in read_rows("several"):
+        [distributed], [plain] = row.records, load_records(row.base)
+        assert (distributed.tune.distributed, plain.tune.distributed) == (True, False)
+        assert distributed.status == plain.status == "valid"
+        assert distributed.metrics["mem"].value <= 1.02 * plain.metrics["mem"].value
+        assert read_rate(row.ids) >= (0.99 if distributed.tune.sharding < 3 else 0.98) * read_rate(
+            row.base
+        )
 
 
-def test_scoring_on_a_cpu() -> None:
-    assert len(rows("cpu-scoring")) == 3
-    for row in rows("cpu-scoring"):
-        [ours], [other] = row.records, load(row.base)
-        assert (ours.engine.name, other.engine.name) == ("torch", "transformers")
-        assert rate(row.ids) > rate(row.base)
-        assert ours.outputs["passes"]["infer"] == other.outputs["passes"]["infer"]
+def test_torch_scores_faster_than_transformers_on_a_cpu() -> None:
+    assert len(read_rows("cpu-scoring")) == 3
+    for row in read_rows("cpu-scoring"):
+        [torch_run], [transformers_run] = row.records, load_records(row.base)
+        assert (torch_run.engine.name, transformers_run.engine.name) == ("torch", "transformers")
+        assert read_rate(row.ids) > read_rate(row.base)
+        assert torch_run.outputs["passes"]["infer"] == transformers_run.outputs["passes"]["infer"]
 
 
-def test_no_number_comes_from_more_than_one_gpu() -> None:
+def test_no_published_record_uses_more_than_one_gpu() -> None:
     """The README and docs/results.md say so."""
-    for ids in BY_ID:
-        [one] = load(ids)
-        assert one.plan.world == 1 or one.environment.hardware.accelerator == "cpu"
+    for ids in PATH_BY_ID:
+        [run] = load_records(ids)
+        assert run.plan.world == 1 or run.environment.hardware.accelerator == "cpu"
 
 
 def test_engine_torch_is_compared_with_transformers() -> None:
-    for row in rows("against-transformers"):
+    for row in read_rows("against-transformers"):
         assert [
-            estimates.make_group_key(one, ["case", "precision", "devices"]) for one in row.records
+            estimates.make_group_key(run, ["case", "precision", "devices"]) for run in row.records
         ] == [
-            estimates.make_group_key(one, ["case", "precision", "devices"])
-            for one in load(row.base)
+            estimates.make_group_key(run, ["case", "precision", "devices"])
+            for run in load_records(row.base)
         ]
-        assert {one.engine.name for one in row.records} == {"torch"}
-        assert {one.engine.name for one in load(row.base)} == {"transformers"}
+        assert {run.engine.name for run in row.records} == {"torch"}
+        assert {run.engine.name for run in load_records(row.base)} == {"transformers"}

@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "results" / "cpu"
 
 
-def run(*command: str | Path, cwd: Path, check: bool = True) -> "subprocess.CompletedProcess[str]":
+def run_command(
+    *command: str | Path, cwd: Path, check: bool = True
+) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end (400 s at most) and return the completed process."""
     return subprocess.run(
         [*map(str, command)], cwd=cwd, capture_output=True, text=True, check=check, timeout=400
@@ -24,7 +26,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     without a package index.
     """
     folder = tmp_path_factory.mktemp("wheel")
-    made = run(
+    build = run_command(
         sys.executable,
         "-m",
         "pip",
@@ -38,25 +40,28 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     wheels = list(folder.glob("steelyard-*.whl"))
-    if made.returncode or not wheels:
-        pytest.skip(f"pip cannot build a wheel here: {made.stderr.strip()[-200:]}")
-    run(sys.executable, "-m", "venv", folder / "env", cwd=folder)
+    if build.returncode or not wheels:
+        pytest.skip(f"pip cannot build a wheel here: {build.stderr.strip()[-200:]}")
+    run_command(sys.executable, "-m", "venv", folder / "env", cwd=folder)
     programs = folder / "env" / "bin"
-    got = run(
+    install = run_command(
         programs / "python", "-m", "pip", "install", "--quiet", wheels[0], cwd=folder, check=False
     )
-    if got.returncode:
-        pytest.skip(f"pip cannot install what the wheel needs: {got.stderr.strip()[-200:]}")
+    if install.returncode:
+        pytest.skip(f"pip cannot install what the wheel needs: {install.stderr.strip()[-200:]}")
     return programs
 
 
 @pytest.mark.full
-def test_what_needs_no_framework_works_without_one(installed: Path, tmp_path: Path) -> None:
+def test_commands_without_a_framework_work_without_torch(installed: Path, tmp_path: Path) -> None:
     def steelyard(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
-        return run(installed / "steelyard", *arguments, cwd=tmp_path, check=False)
+        return run_command(installed / "steelyard", *arguments, cwd=tmp_path, check=False)
 
     assert (
-        run(installed / "python", "-c", "import torch", cwd=tmp_path, check=False).returncode == 1
+        run_command(
+            installed / "python", "-c", "import torch", cwd=tmp_path, check=False
+        ).returncode
+        == 1
     )
     listed = json.loads(steelyard("list", "--json").stdout)
     missing = {row["name"]: row["missing"] for row in listed["engines"]}
@@ -72,8 +77,8 @@ def test_what_needs_no_framework_works_without_one(installed: Path, tmp_path: Pa
     page = steelyard("report", record, "--format", "html")
     assert page.returncode == 0
     assert "glm-large-record" in page.stdout
-    for of in ("record", "worker", "rank"):
-        assert json.loads(steelyard("schema", of).stdout)["type"] == "object"
+    for schema_name in ("record", "worker", "rank"):
+        assert json.loads(steelyard("schema", schema_name).stdout)["type"] == "object"
     refused = steelyard("run", "smoke")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert (

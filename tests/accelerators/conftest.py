@@ -2,10 +2,10 @@
 
 import pytest
 
-from fixtures.nvml import library
+from fixtures.nvml import build_fake_nvml
 
 
 @pytest.fixture(scope="session")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the folder of a fake libnvidia-ml with two devices, for LD_LIBRARY_PATH."""
-    return library(tmp_path_factory.mktemp("nvml") / "full")
+    return build_fake_nvml(tmp_path_factory.mktemp("nvml") / "full")

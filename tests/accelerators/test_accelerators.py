@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from fixtures.golden import golden
-from fixtures.nvml import FIND, python
+from fixtures.nvml import FIND_DEVICES, run_python
 from steelyard import accelerators, plugins
 from steelyard.accelerators import Accelerator, DetectedDevice, nvml
 from steelyard.errors import RequestError
@@ -21,13 +21,13 @@ B = DetectedDevice(
 
 
 @pytest.mark.process
-def test_the_import_is_light() -> None:
+def test_importing_accelerators_imports_no_framework() -> None:
     code = "import sys, json, steelyard.accelerators; print(json.dumps(list(sys.modules)))"
-    assert not {"torch", "transformers", "pynvml", "numpy"} & set(python(code))
+    assert not {"torch", "transformers", "pynvml", "numpy"} & set(run_python(code))
 
 
 @pytest.mark.process
-def test_the_parent_side_has_no_torch() -> None:
+def test_sampling_in_the_parent_does_not_import_torch() -> None:
     code = """
 import json, os, sys
 from steelyard import accelerators
@@ -38,14 +38,14 @@ sampler.start()
 sampler.stop()
 print(json.dumps("torch" in sys.modules))
 """
-    assert python(code) is False
+    assert run_python(code) is False
 
 
 @pytest.mark.process
 def test_devices_come_from_nvml(fake: str) -> None:
-    name, found = python(FIND, LD_LIBRARY_PATH=fake)
+    name, devices = run_python(FIND_DEVICES, LD_LIBRARY_PATH=fake)
     assert name == "cuda"
-    assert [DetectedDevice(**row) for row in found] == [A, B]
+    assert [DetectedDevice(**device) for device in devices] == [A, B]
 
 
 DRIVER_NOT_LOADED = {"FAKE_NVML_INIT": "9"}
@@ -55,24 +55,24 @@ DRIVER_NOT_LOADED = {"FAKE_NVML_INIT": "9"}
 @pytest.mark.parametrize(
     "setting", [*({"CUDA_VISIBLE_DEVICES": value} for value in ("", "-1", " ")), DRIVER_NOT_LOADED]
 )
-def test_no_device(fake: str, setting: dict[str, str]) -> None:
-    assert python(FIND, LD_LIBRARY_PATH=fake, **setting) == ["cpu", []]
+def test_no_visible_device_or_driver_means_cpu(fake: str, setting: dict[str, str]) -> None:
+    assert run_python(FIND_DEVICES, LD_LIBRARY_PATH=fake, **setting) == ["cpu", []]
 
 
 @pytest.mark.process
-def test_no_library_is_no_device() -> None:
+def test_a_missing_nvml_library_means_cpu() -> None:
     missing = """
 import pynvml
 def missing(name): raise OSError(name)
 pynvml.CDLL = missing
 """
-    assert python(missing + FIND) == ["cpu", []]
+    assert run_python(missing + FIND_DEVICES) == ["cpu", []]
 
 
 @pytest.mark.process
 def test_a_broken_driver_is_an_error(fake: str) -> None:
     version_mismatch = "18"
-    assert python(FIND, LD_LIBRARY_PATH=fake, FAKE_NVML_INIT=version_mismatch) == (
+    assert run_python(FIND_DEVICES, LD_LIBRARY_PATH=fake, FAKE_NVML_INIT=version_mismatch) == (
         golden("nvml-rm-has-detected-an-nvml")
     )
 
@@ -96,26 +96,28 @@ def test_a_broken_driver_is_an_error(fake: str) -> None:
         ("GPU-cc", []),
     ],
 )
-def test_visible_devices(visible: str | None, expected: list[DetectedDevice]) -> None:
+def test_cuda_visible_devices_selects_devices(
+    visible: str | None, expected: list[DetectedDevice]
+) -> None:
     assert nvml.select_visible([A, B], visible) == expected
 
 
-def test_a_part_of_a_device_is_refused() -> None:
+def test_a_mig_device_is_refused() -> None:
     with pytest.raises(RequestError, match="'MIG-1', a part of a device; use whole devices"):
         nvml.select_visible([A, B], "MIG-1")
 
 
-def row(name: str, found: list[DetectedDevice]) -> Accelerator:
+def make_accelerator(name: str, devices: list[DetectedDevice]) -> Accelerator:
     """Return an accelerator that finds these devices."""
-    return Accelerator(name, lambda: found, lambda found: [], {"torch": "collections:Counter"})
+    return Accelerator(name, lambda: devices, lambda devices: [], {"torch": "collections:Counter"})
 
 
-NPU = row("npu", [DetectedDevice("Ascend910B3", None, None, 0, None)])
-NO_NPU = row("npu", [])
-OTHER_CPU = row("cpu", [])
+NPU = make_accelerator("npu", [DetectedDevice("Ascend910B3", None, None, 0, None)])
+NO_NPU = make_accelerator("npu", [])
+OTHER_CPU = make_accelerator("cpu", [])
 
 
-def with_entry(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def install_entry_point(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Make a constant of this module the only third-party accelerator, and hide all CUDA devices."""
     entry = EntryPoint(name.lower(), f"{__name__}:{name}", accelerators.ENTRY_POINT_GROUP)
     monkeypatch.setattr(
@@ -126,15 +128,17 @@ def with_entry(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_a_third_party_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_entry(monkeypatch, "NPU")
+def test_a_third_party_accelerator_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_entry_point(monkeypatch, "NPU")
     assert list(accelerators.load_accelerators()) == ["cuda", "npu", "cpu"]
     assert accelerators.detect_accelerator() is NPU
     assert accelerators.find_accelerator("npu") is NPU
 
 
-def test_a_third_party_row_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_entry(monkeypatch, "NO_NPU")
+def test_a_third_party_accelerator_without_devices_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install_entry_point(monkeypatch, "NO_NPU")
     assert accelerators.detect_accelerator() is accelerators.CPU
 
 
@@ -146,12 +150,14 @@ def test_a_third_party_row_without_devices(monkeypatch: pytest.MonkeyPatch) -> N
         ("NOTHING", "accelerator 'nothing' .*; fix or uninstall its package"),
     ],
 )
-def test_a_bad_third_party_row(monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
-    with_entry(monkeypatch, name)
+def test_an_invalid_third_party_accelerator_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    install_entry_point(monkeypatch, name)
     with pytest.raises(RequestError, match=message):
         accelerators.load_accelerators()
 
 
-def test_an_unknown_name() -> None:
+def test_an_unknown_accelerator_is_refused() -> None:
     with pytest.raises(RequestError, match="accelerator 'tpu' is not known; known: cuda, cpu"):
         accelerators.find_accelerator("tpu")

@@ -10,39 +10,51 @@ import torch
 
 from steelyard.accelerators import cpu, cpu_torch, cuda_torch
 
-HOST = psutil.virtual_memory().total
-OF_GROUP = "not tried: the limit of its control group"
-OF_HOST = "not tried: the host's memory, which no control group limits further"
+HOST_BYTES = psutil.virtual_memory().total
+CGROUP_LIMIT_TEXT = "not tried: the limit of its control group"
+HOST_MEMORY_TEXT = "not tried: the host's memory, which no control group limits further"
 
 
 @pytest.mark.parametrize(
     ("groups", "files", "expected"),
     [
-        ("0::/a/b\n", {"a/b/memory.max": "1000\n"}, (1000, OF_GROUP)),
-        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "2000\n"}, (2000, OF_GROUP)),
-        ("0::/\n", {"memory.max": "3000\n"}, (3000, OF_GROUP)),
-        ("4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "4000\n"}, (4000, OF_GROUP)),
-        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": str(2**63 - 4096)}, (HOST, OF_HOST)),
-        ("0::/a\n", {"a/memory.max": "max\n"}, (HOST, OF_HOST)),
-        ("nothing", {}, (HOST, OF_HOST)),
+        ("0::/a/b\n", {"a/b/memory.max": "1000\n"}, (1000, CGROUP_LIMIT_TEXT)),
+        (
+            "0::/a/b\n",
+            {"a/b/memory.max": "max\n", "a/memory.max": "2000\n"},
+            (2000, CGROUP_LIMIT_TEXT),
+        ),
+        ("0::/\n", {"memory.max": "3000\n"}, (3000, CGROUP_LIMIT_TEXT)),
+        (
+            "4:memory:/a\n0::/\n",
+            {"memory/a/memory.limit_in_bytes": "4000\n"},
+            (4000, CGROUP_LIMIT_TEXT),
+        ),
+        (
+            "4:memory:/a\n",
+            {"memory/a/memory.limit_in_bytes": str(2**63 - 4096)},
+            (HOST_BYTES, HOST_MEMORY_TEXT),
+        ),
+        ("0::/a\n", {"a/memory.max": "max\n"}, (HOST_BYTES, HOST_MEMORY_TEXT)),
+        ("nothing", {}, (HOST_BYTES, HOST_MEMORY_TEXT)),
     ],
 )
-def test_the_memory_of_a_cpu_is_what_is_said_of_it(
+def test_memory_capacity_of_a_cpu_is_the_limit_of_its_cgroup_or_host(
     groups: str, files: dict[str, str], expected, tmp_path: Path
 ):
-    proc, place = tmp_path / "proc", tmp_path / "groups"
+    proc, cgroups = tmp_path / "proc", tmp_path / "groups"
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text(groups)
     for name, text in files.items():
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).write_text(text)
-    assert cpu.read_memory_limit(proc, place) == expected
+        (cgroups / name).parent.mkdir(parents=True, exist_ok=True)
+        (cgroups / name).write_text(text)
+    assert cpu.read_memory_limit(proc, cgroups) == expected
 
 
-def test_a_cpu_is_not_filled():
-    size, how = cpu_torch.CpuTorchDevice(0, lambda: 0.0).capacity()
-    assert 0 < size <= HOST
-    assert how.startswith("not tried: ")
+def test_memory_capacity_of_a_cpu_is_not_measured():
+    capacity_bytes, explanation = cpu_torch.CpuTorchDevice(0, lambda: 0.0).capacity()
+    assert 0 < capacity_bytes <= HOST_BYTES
+    assert explanation.startswith("not tried: ")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +67,7 @@ def test_a_cpu_is_not_filled():
         ((9, 0), set()),
     ],
 )
-def test_a_cuda_device_lacks_by_its_capability(
+def test_precisions_that_a_cuda_device_lacks_follow_its_capability(
     capability, lacking, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)

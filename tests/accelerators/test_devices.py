@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from fixtures.nvml import FIND, library, python
+from fixtures.nvml import FIND_DEVICES, build_fake_nvml, run_python
 from steelyard.accelerators import cpu, cpu_torch, nvml
 from steelyard.accelerators.events import HostEvent
 from steelyard.accelerators.row import TelemetrySource
@@ -19,13 +19,13 @@ from steelyard.errors import RequestError
 from steelyard.kernels import jit
 from steelyard.run.clock import now
 
-READ = """
+READ_PROGRAM = """
 import json
 from steelyard.accelerators import nvml
 found = nvml.make_sources(nvml.find_nvidia_devices(None))
 print(json.dumps([[source.device, source.read_all(()), *(source.read(()) for _ in range(10))] for source in found]))
 """
-FIRST = {
+FIRST_READING = {
     "memory_bytes": 1000,
     "sm_clock_mhz": 1980,
     "memory_clock_mhz": 3201,
@@ -35,7 +35,7 @@ FIRST = {
     "reasons": ["sw_power_cap"],
     "processes": 2,
 }
-SECOND = {
+SECOND_READING = {
     "memory_bytes": 2000,
     "sm_clock_mhz": 1200,
     "memory_clock_mhz": 2619,
@@ -48,39 +48,39 @@ SECOND = {
 
 
 @pytest.mark.process
-def test_readings(fake: str) -> None:
-    got = python(READ, LD_LIBRARY_PATH=fake, FAKE_NVML_PROCESSES="2")
-    between = [{**FIRST, "energy_j": None}] * 9
-    assert got == [
-        ["cuda:0", FIRST, *between, {**FIRST, "energy_j": 5000.5}],
-        ["cuda:1", *[SECOND] * 11],
+def test_devices_are_read_with_energy_every_tenth_time(fake: str) -> None:
+    readings = run_python(READ_PROGRAM, LD_LIBRARY_PATH=fake, FAKE_NVML_PROCESSES="2")
+    without_energy = [{**FIRST_READING, "energy_j": None}] * 9
+    assert readings == [
+        ["cuda:0", FIRST_READING, *without_energy, {**FIRST_READING, "energy_j": 5000.5}],
+        ["cuda:1", *[SECOND_READING] * 11],
     ]
 
 
 @pytest.mark.process
 def test_readings_of_an_old_driver(tmp_path: Path) -> None:
-    (_, first, *_), (_, second, *_) = python(
-        READ, LD_LIBRARY_PATH=library(tmp_path / "old", "-DOLD_DRIVER")
+    (_, first_reading, *_), (_, second_reading, *_) = run_python(
+        READ_PROGRAM, LD_LIBRARY_PATH=build_fake_nvml(tmp_path / "old", "-DOLD_DRIVER")
     )
-    assert first == {
-        **FIRST, "memory_bytes": 1512, "temperature_c": 62, "reasons": ["gpu_idle", "sw_power_cap"], "processes": 0
+    assert first_reading == {
+        **FIRST_READING, "memory_bytes": 1512, "temperature_c": 62, "reasons": ["gpu_idle", "sw_power_cap"], "processes": 0
     }  # fmt: skip
-    assert second["reasons"] == ["gpu_idle", "hw_slowdown", "hw_power_brake_slowdown"]
+    assert second_reading["reasons"] == ["gpu_idle", "hw_slowdown", "hw_power_brake_slowdown"]
 
 
 @pytest.mark.process
-def test_what_a_driver_lacks_is_none(tmp_path: Path) -> None:
-    folder = library(tmp_path / "bare", "-DBARE")
-    assert python(READ, LD_LIBRARY_PATH=folder) == [
-        ["cuda:0", *[dict.fromkeys(FIRST)] * 11],
-        ["cuda:1", *[dict.fromkeys(FIRST)] * 11],
+def test_readings_that_a_driver_lacks_are_none(tmp_path: Path) -> None:
+    folder = build_fake_nvml(tmp_path / "bare", "-DBARE")
+    assert run_python(READ_PROGRAM, LD_LIBRARY_PATH=folder) == [
+        ["cuda:0", *[dict.fromkeys(FIRST_READING)] * 11],
+        ["cuda:1", *[dict.fromkeys(FIRST_READING)] * 11],
     ]
-    _, found = python(FIND, LD_LIBRARY_PATH=folder)
-    assert [row["memory_bytes"] for row in found] == [None, None]
+    _, devices = run_python(FIND_DEVICES, LD_LIBRARY_PATH=folder)
+    assert [device["memory_bytes"] for device in devices] == [None, None]
 
 
 @pytest.mark.process
-def test_the_sampler_of_cuda(fake: str) -> None:
+def test_the_sampler_records_every_cuda_device(fake: str) -> None:
     code = """
 import json, os
 from steelyard.accelerators import CUDA
@@ -97,41 +97,51 @@ for one, columns in zip(kept, rows):
     one.add(period_s, columns)
 print(json.dumps([one.to_series().model_dump(mode="json") for one in kept]))
 """
-    series = python(code, LD_LIBRARY_PATH=fake, CUDA_VISIBLE_DEVICES="1,0")
-    assert [(one["device"], one["baseline_processes"]) for one in series] == [
+    series = run_python(code, LD_LIBRARY_PATH=fake, CUDA_VISIBLE_DEVICES="1,0")
+    assert [
+        (device_series["device"], device_series["baseline_processes"]) for device_series in series
+    ] == [
         ("cuda:0", 3),
         ("cuda:1", 3),
     ]
-    assert [one["columns"]["sm_clock_mhz"][0] for one in series] == [1200, 1980]
-    assert [one["columns"]["processes"][-1] for one in series] == [4, 4]
-    energy = [one for one in series[1]["columns"]["energy_j"] if one is not None]
+    assert [device_series["columns"]["sm_clock_mhz"][0] for device_series in series] == [1200, 1980]
+    assert [device_series["columns"]["processes"][-1] for device_series in series] == [4, 4]
+    energy = [
+        device_series
+        for device_series in series[1]["columns"]["energy_j"]
+        if device_series is not None
+    ]
     assert energy[0] == 5000.0  # energy is always read at the start and the end
     assert energy[-1] == series[1]["columns"]["energy_j"][-1] > energy[0]
 
 
-def test_reasons() -> None:
+def test_slowdown_reasons_have_names_and_severities() -> None:
     assert nvml.list_reason_names(0) == []
     assert nvml.list_reason_names(0x1FF) == [reason.name for reason in nvml.CLOCK_REASONS[:9]]
     assert nvml.list_reason_names(0x1004) == ["sw_power_cap", "unknown_0x1000"]
     assert "unknown_0x1000" not in nvml.SEVERITY
     by_severity = {
-        word: [r.name for r in nvml.CLOCK_REASONS[:9] if nvml.SEVERITY[r.name] == word]
-        for word in ("note", "nothing")
+        severity: [
+            clock_reason.name
+            for clock_reason in nvml.CLOCK_REASONS[:9]
+            if nvml.SEVERITY[clock_reason.name] == severity
+        ]
+        for severity in ("note", "nothing")
     }
     assert by_severity == {
         "note": ["sw_power_cap"],
         "nothing": ["gpu_idle", "applications_clocks", "sync_boost", "display_clock"],
     }
-    slowed = [
+    slowdown_names = [
         "hw_slowdown",
         "sw_thermal_slowdown",
         "hw_thermal_slowdown",
         "hw_power_brake_slowdown",
     ]
-    assert [nvml.SEVERITY[name] for name in slowed] == ["invalidates"] * 4
+    assert [nvml.SEVERITY[name] for name in slowdown_names] == ["invalidates"] * 4
 
 
-def test_reason_bits_are_those_of_the_library() -> None:
+def test_reason_bits_equal_those_of_pynvml() -> None:
     import pynvml
 
     official = {
@@ -143,26 +153,28 @@ def test_reason_bits_are_those_of_the_library() -> None:
         assert reason.bit == getattr(pynvml, f"nvmlClocksEventReason{suffix}")
 
 
-def test_cpu_model_name(tmp_path: Path) -> None:
-    text = tmp_path / "cpuinfo"
-    text.write_text(
+def test_the_cpu_model_name_is_read_from_cpuinfo(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(
         "processor\t: 0\nmodel\t\t: 85\nmodel name\t: Xeon: the first \nmodel name\t: Xeon, the"
         " second\n"
     )
-    assert cpu.read_model_name(text) == "Xeon: the first"
-    text.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
-    assert cpu.read_model_name(text) == platform.machine()
+    assert cpu.read_model_name(cpuinfo) == "Xeon: the first"
+    cpuinfo.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
+    assert cpu.read_model_name(cpuinfo) == platform.machine()
     assert cpu.read_model_name(tmp_path / "absent") == platform.machine()
 
 
-def test_resident_bytes_of_a_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_resident_bytes_are_summed_over_a_process_tree(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Process 1 has two threads, one of which started process 2, which started process 3, which has
     ended.
     """
-    started = {"1/task/1": "", "1/task/9": "2 ", "2/task/2": "3 ", "5/task/5": ""}
-    for place, children in started.items():
-        (tmp_path / place).mkdir(parents=True)
-        (tmp_path / place / "children").write_text(children)
+    children_by_task = {"1/task/1": "", "1/task/9": "2 ", "2/task/2": "3 ", "5/task/5": ""}
+    for task, children in children_by_task.items():
+        (tmp_path / task).mkdir(parents=True)
+        (tmp_path / task / "children").write_text(children)
     for pid, pages in {1: 300, 2: 20, 5: 7}.items():
         (tmp_path / str(pid) / "statm").write_text(f"9999 {pages} 5 1 0 60 0\n")
     monkeypatch.setattr(cpu, "PROC", tmp_path)
@@ -180,7 +192,7 @@ def test_resident_bytes_of_a_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert cpu.make_cpu_source().read(()) == {"memory_bytes": None}
 
 
-def test_the_cpu_device() -> None:
+def test_the_torch_device_of_a_cpu() -> None:
 
     device = cpu_torch.CpuTorchDevice(3, now)
     total = psutil.virtual_memory().total
@@ -224,14 +236,14 @@ class FakeEvent:
         return later.at_ms - self.at_ms
 
 
-def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_torch_device_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from steelyard.accelerators import cuda_torch
 
     calls: list[tuple[str, int]] = []
     for name in ("set_device", "synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda index, name=name: calls.append((name, index)))
-    seen = SimpleNamespace(
+    properties = SimpleNamespace(
         name="NVIDIA H200",
         uuid="aaaa0000",
         total_memory=10,
@@ -239,7 +251,7 @@ def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
         minor=0,
         multi_processor_count=132,
     )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", {2: seen}.get)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {2: properties}.get)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", {2: 7}.get)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", {2: 8}.get)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
@@ -267,7 +279,7 @@ def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
         device.event().elapsed_s(HostEvent(now))
 
 
-def test_cuda_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_of_cuda_cudnn_and_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from steelyard.accelerators import cuda_torch
 
@@ -287,7 +299,7 @@ def test_cuda_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.process
-def test_tf32_only_where_asked_for() -> None:
+def test_tf32_is_enabled_only_for_precision_tf32() -> None:
     """All settings that torch or its compiler reads agree, and setting them raises no error or
     warning.
     """
@@ -306,7 +318,7 @@ for precision in ("fp32", "tf32", "bf16", "tf32", "fp16"):
     out.append([matmul.allow_tf32, cudnn.allow_tf32, *newer, torch.get_float32_matmul_precision() == "high"])
 print(json.dumps(out))
 """
-    assert python(code) == [[False] * 5, [True] * 5, [False] * 5, [True] * 5, [False] * 5]
+    assert run_python(code) == [[False] * 5, [True] * 5, [False] * 5, [True] * 5, [False] * 5]
 
 
 class WithTriton(cpu_torch.CpuTorchDevice):
@@ -329,7 +341,7 @@ class WithoutTriton(WithTriton):
     ("device", "runs"),
     [(WithTriton, True), (WithoutTriton, False), (cpu_torch.CpuTorchDevice, False)],
 )
-def test_a_device_class_says_whether_triton_runs(
+def test_a_device_class_declares_whether_triton_runs(
     device: type, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jit, "TRITON_INSTALLED", True)

@@ -14,7 +14,7 @@ from steelyard.accelerators.row import Accelerator, FrameworkDevice, TorchDevice
 GUIDE = (Path(__file__).parents[2] / "docs" / "accelerators.md").read_text()
 
 
-def blocks() -> dict[str, str]:
+def read_guide_files() -> dict[str, str]:
     """Return the files that the guide shows, by name: a name in backquotes, followed by a code
     block.
     """
@@ -30,7 +30,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     """
     package = tmp_path / "package"
     package.mkdir()
-    for name, text in blocks().items():
+    for name, text in read_guide_files().items():
         (package / name).write_text(text)
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     info = package / f"{project['name']}-{project['version']}.dist-info"
@@ -43,31 +43,31 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         for group, entries in project["entry-points"].items()
     ]
     (info / "entry_points.txt").write_text("\n".join(groups))
-    one = Shell(tmp_path, (package,))
-    yield one
-    one.clean()
+    command_line = Shell(tmp_path, (package,))
+    yield command_line
+    command_line.clean()
 
 
 def test_the_guide_names_every_field_and_member() -> None:
-    assert set(blocks()) == {"abacus.py", "abacus_torch.py", "pyproject.toml"}
+    assert set(read_guide_files()) == {"abacus.py", "abacus_torch.py", "pyproject.toml"}
     for field in Accelerator.__dataclass_fields__:
         assert f"| `{field}` |" in GUIDE
     members = {
         name
-        for kind in (FrameworkDevice, TorchDevice)
-        for name in vars(kind)
+        for protocol in (FrameworkDevice, TorchDevice)
+        for name in vars(protocol)
         if not name.startswith("_")
     }
     for member in members:
         assert re.search(rf"`{member}(\(|`)", GUIDE), member
-        assert re.search(rf"(def |    ){member}\b", blocks()["abacus_torch.py"]), member
+        assert re.search(rf"(def |    ){member}\b", read_guide_files()["abacus_torch.py"]), member
 
 
-def test_the_guides_package_runs(shell: Shell) -> None:
+def test_the_package_of_the_guide_runs_a_case(shell: Shell) -> None:
     options = ("--size", "smoke", "--accelerator", "abacus", "--out", shell.out)
     site = shell.folder / "abacus.toml"
     site.write_text('[environment]\nABACUS_WIRE = "steel"\n')
-    done = shell(
+    result = shell(
         "run",
         CASE,
         *options,
@@ -77,7 +77,7 @@ def test_the_guides_package_runs(shell: Shell) -> None:
         "tune.env.ABACUS_FRAME=oak",
         ABACUS_BEADS="91",
     )
-    assert done.code == 0, done.err
+    assert result.code == 0, result.err
     (record,) = shell.records()
     assert record["status"] == "valid"
     hardware, software = record["environment"]["hardware"], record["environment"]["software"]
@@ -87,11 +87,11 @@ def test_the_guides_package_runs(shell: Shell) -> None:
         {"fp32": 1e12},
     )
     assert record["metrics"]["mfu"]["value"] > 0
-    abacus = {
+    abacus_variables = {
         name: value for name, value in software["variables"].items() if name.startswith("ABACUS_")
     }
     set_by_others = {"ABACUS_FRAME": "oak", "ABACUS_WIRE": "steel"}
-    assert abacus == {
+    assert abacus_variables == {
         "ABACUS_BEADS": "91",
         "ABACUS_MODE": "fp32",
         "ABACUS_ORDER": "left",
@@ -112,7 +112,7 @@ def test_the_guides_package_runs(shell: Shell) -> None:
 
 
 @pytest.mark.full
-def test_what_it_refuses(shell: Shell) -> None:
+def test_the_package_of_the_guide_refuses_precision_and_devices(shell: Shell) -> None:
     options = (
         "--size",
         "smoke",
@@ -123,9 +123,9 @@ def test_what_it_refuses(shell: Shell) -> None:
         "--out",
         shell.out,
     )
-    done = shell("run", CASE, *options)
-    assert (done.code, done.lines) == (2, [golden("error-an-abacus-has-no-precision")])
-    done = shell(
+    result = shell("run", CASE, *options)
+    assert (result.code, result.lines) == (2, [golden("error-an-abacus-has-no-precision")])
+    result = shell(
         "run",
         CASE,
         "--size",
@@ -137,4 +137,4 @@ def test_what_it_refuses(shell: Shell) -> None:
         "--out",
         shell.out,
     )
-    assert done.lines == ["error: --devices 2: 1 abacus device(s) here; allowed: 1 to 1"]
+    assert result.lines == ["error: --devices 2: 1 abacus device(s) here; allowed: 1 to 1"]

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 
 from fixtures.golden import golden
-from fixtures.nvml import library, python
+from fixtures.nvml import build_fake_nvml, run_python
 from steelyard.record.run_facts import DeviceState
 
 pytestmark = pytest.mark.process
 
-STATES = (
+STATES_PROGRAM = (
     "import json; from steelyard import accelerators as a;"
     " print(json.dumps(a.CUDA.states(a.CUDA.find())))"
 )
-CHECK = """
+CHECK_PROGRAM = """
 import io, json, sys
 from contextlib import redirect_stdout
 from steelyard.run import machine_inspection
@@ -32,9 +32,9 @@ print(json.dumps([code, json.loads(out.getvalue())]))
 """
 
 
-def test_every_setting_is_read(fake: str) -> None:
-    first, second = python(STATES, LD_LIBRARY_PATH=fake)
-    assert first == {
+def test_every_device_setting_is_read(fake: str) -> None:
+    first_state, second_state = run_python(STATES_PROGRAM, LD_LIBRARY_PATH=fake)
+    assert first_state == {
         "device": "cuda:0",
         "persistence": True,
         "processes": 0,
@@ -60,30 +60,37 @@ def test_every_setting_is_read(fake: str) -> None:
         "ecc": False,
         "mig": True,
     }
-    assert {name: second[name] for name in changed} == changed
-    assert second["invalidating"] == ["hw_slowdown", "hw_power_brake_slowdown"]
-    assert set(DeviceState.model_fields) == set(first)
+    assert {name: second_state[name] for name in changed} == changed
+    assert second_state["invalidating"] == ["hw_slowdown", "hw_power_brake_slowdown"]
+    assert set(DeviceState.model_fields) == set(first_state)
 
 
-def test_a_driver_that_tells_nothing(tmp_path: Path) -> None:
-    first, _ = python(STATES, LD_LIBRARY_PATH=library(tmp_path / "bare", "-DBARE"))
-    assert {name: value for name, value in first.items() if value is not None} == {
+def test_settings_that_a_driver_lacks_are_none(tmp_path: Path) -> None:
+    first_state, _ = run_python(
+        STATES_PROGRAM, LD_LIBRARY_PATH=build_fake_nvml(tmp_path / "bare", "-DBARE")
+    )
+    assert {name: value for name, value in first_state.items() if value is not None} == {
         "device": "cuda:0"
     }
 
 
-def rows(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def findings_by_name(check_result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the findings of `steelyard check --json` by name."""
-    return {row["name"]: row for row in found["findings"]}
+    return {row["name"]: row for row in check_result["findings"]}
 
 
-def test_check_says_what_is_wrong_and_what_helps(fake: str) -> None:
-    code, found = python(CHECK, LD_LIBRARY_PATH=fake, FAKE_NVML_PROCESSES="2")
-    told = rows(found)
-    assert (code, found["fit"], found["accelerator"]) == (1, False, "cuda")
-    assert told["driver"] == {"name": "driver", "found": "570.86.15", "level": "ok", "step": None}
-    assert told["devices"]["found"] == "2 cuda: NVIDIA H200"
-    levels = {name: row["level"] for name, row in told.items() if name.endswith("cuda:1")}
+def test_check_reports_findings_and_next_steps(fake: str) -> None:
+    code, check_result = run_python(CHECK_PROGRAM, LD_LIBRARY_PATH=fake, FAKE_NVML_PROCESSES="2")
+    findings = findings_by_name(check_result)
+    assert (code, check_result["fit"], check_result["accelerator"]) == (1, False, "cuda")
+    assert findings["driver"] == {
+        "name": "driver",
+        "found": "570.86.15",
+        "level": "ok",
+        "step": None,
+    }
+    assert findings["devices"]["found"] == "2 cuda: NVIDIA H200"
+    levels = {name: row["level"] for name, row in findings.items() if name.endswith("cuda:1")}
     assert levels == {
         "persistence mode of cuda:1": "warn",
         "processes on cuda:1": "bad",
@@ -95,10 +102,12 @@ def test_check_says_what_is_wrong_and_what_helps(fake: str) -> None:
         "temperature of cuda:1": "warn",
         "NUMA node of cuda:1": "unknown",
     }
-    assert told["persistence mode of cuda:1"]["step"] == golden("ask-the-operator-of-the-host")
+    assert findings["persistence mode of cuda:1"]["step"] == golden("ask-the-operator-of-the-host")
 
 
 def test_check_with_a_driver_that_does_not_answer(fake: str) -> None:
-    code, found = python(CHECK, LD_LIBRARY_PATH=fake, FAKE_NVML_INIT="18")
-    assert (code, rows(found)["driver"]["level"]) == (1, "bad")
-    assert rows(found)["driver"]["found"].startswith(golden("nvml-rm-has-detected-an-nvml-2"))
+    code, check_result = run_python(CHECK_PROGRAM, LD_LIBRARY_PATH=fake, FAKE_NVML_INIT="18")
+    assert (code, findings_by_name(check_result)["driver"]["level"]) == (1, "bad")
+    assert findings_by_name(check_result)["driver"]["found"].startswith(
+        golden("nvml-rm-has-detected-an-nvml-2")
+    )

@@ -9,11 +9,11 @@ from playwright.sync_api import sync_playwright
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fixtures.browser import ARGUMENTS, CHROMIUM, ROOT
+from fixtures.browser import CHROMIUM, CHROMIUM_ARGUMENTS, ROOT
 from steelyard import report
 from steelyard.record import record as records
 
-MOST_BYTES = 200_000
+MAX_BYTES = 200_000
 # A font as wide as a desktop's system-ui; the default font of a bare server is much wider.
 FONT = "body { font-family: Roboto, 'Noto Sans', sans-serif }"
 
@@ -44,23 +44,29 @@ def main(folder: Path) -> int:
     MAX_BYTES, else 0.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found = [
+    published_records = [
         records.read_record(path) for path in sorted((ROOT / "results" / "h200").glob("*.json"))
     ]
-    with tempfile.TemporaryDirectory() as made, sync_playwright() as play:
-        page = Path(made, "page.html")
-        page.write_text(report.render(found, "html", "en"), encoding="utf-8")
-        browser = play.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
-        for one in PICTURES:
-            size = {"width": one.width, "height": one.height}
-            view = browser.new_page(viewport=size, color_scheme=one.scheme, bypass_csp=True)
+    with tempfile.TemporaryDirectory() as temporary, sync_playwright() as play:
+        page = Path(temporary, "page.html")
+        page.write_text(report.render(published_records, "html", "en"), encoding="utf-8")
+        browser = play.chromium.launch(executable_path=str(CHROMIUM), args=CHROMIUM_ARGUMENTS)
+        for picture in PICTURES:
+            size = {"width": picture.width, "height": picture.height}
+            view = browser.new_page(viewport=size, color_scheme=picture.scheme, bypass_csp=True)
             view.goto(page.as_uri())
             view.add_style_tag(content=FONT)
-            view.evaluate(f"document.getElementById('case-{one.case}')?.scrollIntoView()")
-            view.screenshot(path=folder / one.name)
+            view.evaluate(f"document.getElementById('case-{picture.case}')?.scrollIntoView()")
+            view.screenshot(path=folder / picture.name)
         browser.close()
-    large = [one.name for one in PICTURES if (folder / one.name).stat().st_size > MOST_BYTES]
-    print("\n".join(f"{one.name} {(folder / one.name).stat().st_size} bytes" for one in PICTURES))
+    large = [
+        picture.name for picture in PICTURES if (folder / picture.name).stat().st_size > MAX_BYTES
+    ]
+    print(
+        "\n".join(
+            f"{picture.name} {(folder / picture.name).stat().st_size} bytes" for picture in PICTURES
+        )
+    )
     return 1 if large else 0
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from fixtures.browser import BEYOND, OPEN_ALL, Made, View
+from fixtures.browser import FIND_OVERFLOWING, OPEN_ALL_DETAILS, PageView, SavedPage
 from steelyard import report
 
-Look = Callable[..., View]
-Pages = Callable[..., Made]
+Look = Callable[..., PageView]
+Pages = Callable[..., SavedPage]
 WIDTHS = (400, 1200, 1600)
 SCHEMES = ("light", "dark")
 
@@ -36,15 +36,15 @@ SMALL_TEXT = """() => {
 def test_nothing_overflows_and_nothing_is_loaded(
     look: Look, pages: Pages, width: int, scheme: str, lang: str
 ) -> None:
-    made = pages("h200", lang)
-    view = look(made.url, width, scheme)
+    built = pages("h200", lang)
+    view = look(built.url, width, scheme)
     for _ in range(2):  # as loaded, then with all details unfolded
         assert view.js("document.documentElement.scrollWidth") <= width
-        assert view.js(BEYOND) == []
+        assert view.js(FIND_OVERFLOWING) == []
         assert view.js(CUT_OFF) == 0
         assert view.js(SMALL_TEXT) == []
-        view.js(OPEN_ALL)
-    assert view.requests == [made.url]
+        view.js(OPEN_ALL_DETAILS)
+    assert view.requests == [built.url]
     assert view.complaints == []
 
 

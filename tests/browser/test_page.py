@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from fixtures.browser import AXE, BEYOND, OPEN_ALL, Made, View
+from fixtures.browser import AXE, FIND_OVERFLOWING, OPEN_ALL_DETAILS, PageView, SavedPage
 from steelyard import report
 from steelyard.report.numbered_runs import group_by_case
 
-Look = Callable[..., View]
-Pages = Callable[..., Made]
+Look = Callable[..., PageView]
+Pages = Callable[..., SavedPage]
 SCHEMES = ("light", "dark")
 
 TOP_OF = "selector => document.querySelector(selector).getBoundingClientRect().top + scrollY"
@@ -27,33 +27,33 @@ def test_colours_follow_the_scheme(look: Look, pages: Pages) -> None:
     ]
 
 
-def test_the_comparison_is_what_one_sees_first(look: Look, pages: Pages) -> None:
-    made = pages("h200")
-    view = look(made.url)
+def test_the_comparison_is_at_the_top(look: Look, pages: Pages) -> None:
+    built = pages("h200")
+    view = look(built.url)
     order = ["h1", "h1 + p", "dl", "p.lead", "nav", ".bars", ".table"]
-    places = [view.js(TOP_OF, selector) for selector in order]
-    assert places == sorted(places)
-    assert places[-1] <= 1500
+    tops = [view.js(TOP_OF, selector) for selector in order]
+    assert tops == sorted(tops)
+    assert tops[-1] <= 1500
     assert view.js("document.querySelector('dt').textContent") == "NVIDIA H200 × 1"
-    assert places[2] <= 200
-    cases, runs = len(group_by_case(made.records)), len(made.records)
+    assert tops[2] <= 200
+    cases, runs = len(group_by_case(built.records)), len(built.records)
     assert view.js("document.documentElement.scrollHeight") <= 1000 + 1500 * cases + 75 * runs
     printed = view.page.pdf(prefer_css_page_size=True)
     assert len(re.findall(rb"/Type\s*/Page\b", printed)) <= 2 + cases + runs
 
 
 @pytest.mark.parametrize("scripts", [True, False])
-def test_links_open_what_they_point_at(look: Look, pages: Pages, scripts: bool) -> None:
-    made = pages("two")
-    view = look(made.url, scripts=scripts)
+def test_links_open_their_target(look: Look, pages: Pages, scripts: bool) -> None:
+    built = pages("two")
+    view = look(built.url, scripts=scripts)
     body = view.page.locator("#run-00000002")
     assert not body.is_visible()
     view.page.locator(".table a[href='#run-00000002']").first.click()
     body.wait_for(state="visible", timeout=30000)
-    assert view.page.url == f"{made.url}#run-00000002"
-    again = look(f"{made.url}#run-00000004", scripts=scripts)
-    again.page.locator("#run-00000004").wait_for(state="visible", timeout=30000)
-    assert not again.page.locator("#run-00000002").is_visible()
+    assert view.page.url == f"{built.url}#run-00000002"
+    second_view = look(f"{built.url}#run-00000004", scripts=scripts)
+    second_view.page.locator("#run-00000004").wait_for(state="visible", timeout=30000)
+    assert not second_view.page.locator("#run-00000002").is_visible()
 
 
 @pytest.mark.parametrize("scripts", [True, False])
@@ -84,7 +84,7 @@ def test_one_button_opens_and_closes_all(look: Look, pages: Pages) -> None:
     assert not look(pages("two").url, scripts=False).page.locator("#open-all").is_visible()
 
 
-def test_bars_are_as_long_as_their_numbers(look: Look, pages: Pages) -> None:
+def test_bar_widths_are_proportional_to_values(look: Look, pages: Pages) -> None:
     view = look(pages("two").url)
     widths = view.js(
         "[...document.querySelectorAll('.bars .row')].map(row =>"
@@ -108,13 +108,13 @@ def test_bars_are_as_long_as_their_numbers(look: Look, pages: Pages) -> None:
 
 
 @pytest.mark.parametrize("lang", report.LANGS)
-def test_hostile_strings_stay_text(look: Look, pages: Pages, lang: str) -> None:
-    made = pages("hostile", lang)
-    view = look(made.url, 400)
-    view.js(OPEN_ALL)
+def test_hostile_strings_are_escaped(look: Look, pages: Pages, lang: str) -> None:
+    built = pages("hostile", lang)
+    view = look(built.url, 400)
+    view.js(OPEN_ALL_DETAILS)
     view.page.wait_for_timeout(200)
     assert view.complaints == []
-    assert view.requests == [made.url]
+    assert view.requests == [built.url]
     assert view.js("document.querySelectorAll('script').length") == 1
     assert view.js("document.querySelectorAll('style').length") == 1
     assert (
@@ -134,10 +134,12 @@ def test_hostile_strings_stay_text(look: Look, pages: Pages, lang: str) -> None:
         "[\u200e\u200f\u202a-\u202e\u2066-\u2069]", view.js("document.documentElement.outerHTML")
     )
     assert view.js("document.documentElement.scrollWidth") <= 400
-    assert view.js(BEYOND) == []
+    assert view.js(FIND_OVERFLOWING) == []
 
 
-def test_the_policy_stops_what_is_not_ours(look: Look, pages: Pages) -> None:
+def test_the_content_security_policy_blocks_foreign_scripts_and_styles(
+    look: Look, pages: Pages
+) -> None:
     view = look(pages("two").url)
     view.js(
         """() => { for (const [tag, text] of [['script', 'window.ran = 1'], ['style', 'body { display: none }']]) {
@@ -168,6 +170,13 @@ def test_axe_finds_nothing_serious(
         " true)"
     )
     view.js(AXE.read_text("utf-8"))
-    found: dict[str, Any] = view.js("axe.run(document, {resultTypes: ['violations']})")
-    serious = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
-    assert [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in serious] == []
+    results: dict[str, Any] = view.js("axe.run(document, {resultTypes: ['violations']})")
+    serious = [
+        violation
+        for violation in results["violations"]
+        if violation["impact"] in ("serious", "critical")
+    ]
+    assert [
+        (violation["id"], [node["html"] for node in violation["nodes"]][:3])
+        for violation in serious
+    ] == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fixtures.cases import NAME, OWN, own, refusal
+from fixtures.cases import NAME, OWN_CASE, get_resolve_error, write_own_case
 from fixtures.golden import golden
 from steelyard import accelerators
 from steelyard.case import resolve
@@ -19,24 +19,24 @@ from steelyard.tasks.questions import GeneratedQuestionsConfig
 
 
 def test_the_shipped_case() -> None:
-    found = resolve.resolve_case(NAME).case
-    assert (found.name, found.size, found.divisions) == (NAME, "full", ["closed", "open"])
-    model = found.question.model
+    case = resolve.resolve_case(NAME).case
+    assert (case.name, case.size, case.divisions) == (NAME, "full", ["closed", "open"])
+    model = case.question.model
     assert (model.layers, model.hidden, model.heads, model.kv_heads, model.ffn, model.vocab, model.positions) == (
         32, 4096, 32, 32, 11008, 32000, 4096,
     )  # fmt: skip
-    assert found.question.data.made is None
-    assert found.gate is not None
-    assert (found.gate.target, found.gate.within, found.gate.agree_within) == (0.458, 0.01, 0.005)
-    assert [(row.published_as, row.ran_as) for row in found.reference] == [
+    assert case.question.data.made is None
+    assert case.gate is not None
+    assert (case.gate.target, case.gate.within, case.gate.agree_within) == (0.458, 0.01, 0.005)
+    assert [(row.published_as, row.ran_as) for row in case.reference] == [
         ("fp16", "fp16"),
         ("fp32", "tf32"),
     ]
-    assert found.reference[0].values["p_infer_core"] == 10052.2
+    assert case.reference[0].values["p_infer_core"] == 10052.2
     assert NAME in resolve.list_shipped_cases()
 
 
-def test_smoke_changes_what_it_names_and_nothing_else() -> None:
+def test_size_smoke_changes_only_the_keys_of_its_table() -> None:
     full, smoke = (resolve.resolve_case(NAME, size).case for size in ("full", "smoke"))
     assert smoke.size == "smoke"
     changed = {
@@ -59,42 +59,44 @@ def test_smoke_changes_what_it_names_and_nothing_else() -> None:
     assert (smoke.gate, smoke.reference, smoke.title) == (full.gate, full.reference, full.title)
 
 
-def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = own(tmp_path)
-    found = resolve.resolve_case(path)
-    assert found.path == path
-    assert found.case.name == "own"
-    assert found.case.question.precision == load_presets()["score"]["fp16"]
-    assert found.case.question.data.shots == 5
+def test_a_case_file_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_own_case(tmp_path)
+    resolved = resolve.resolve_case(path)
+    assert resolved.path == path
+    assert resolved.case.name == "own"
+    assert resolved.case.question.precision == load_presets()["score"]["fp16"]
+    assert resolved.case.question.data.shots == 5
     monkeypatch.chdir(tmp_path)
-    assert resolve.resolve_case("own.toml").case == found.case
+    assert resolve.resolve_case("own.toml").case == resolved.case
     # the file has no smoke table, so size smoke changes nothing else
-    assert resolve.resolve_case("own.toml", "smoke").case == found.case.model_copy(
+    assert resolve.resolve_case("own.toml", "smoke").case == resolved.case.model_copy(
         update={"size": "smoke"}
     )
 
 
-def test_names_that_are_none(tmp_path: Path) -> None:
-    assert refusal("llama2-7b-mmul") == (golden("no-case-llama-2-7-mmul"))
-    known = ", ".join(resolve.list_shipped_cases())
-    assert refusal("zzz") == golden("no-case-zzz-known-cases-smoke", known)
+def test_unknown_case_names_are_refused(tmp_path: Path) -> None:
+    assert get_resolve_error("llama2-7b-mmul") == (golden("no-case-llama-2-7-mmul"))
+    known_cases = ", ".join(resolve.list_shipped_cases())
+    assert get_resolve_error("zzz") == golden("no-case-zzz-known-cases-smoke", known_cases)
     for path in (str(tmp_path / "absent.toml"), "../../etc/passwd.toml"):
         assert (
-            refusal(path)
-            == f"case file {path!r} does not exist; give the path of a TOML file or one of: {known}"
+            get_resolve_error(path)
+            == f"case file {path!r} does not exist; give the path of a TOML file or one of: {known_cases}"
         )
     folder = tmp_path / "folder.toml"
     folder.mkdir()
     assert (
-        refusal(str(folder))
+        get_resolve_error(str(folder))
         == f"case file {str(folder)!r} cannot be read: Is a directory; check its path"
     )
-    assert refusal("../cases/llama2-7b-mmlu").startswith("no case '../cases/llama2-7b-mmlu'")
+    assert get_resolve_error("../cases/llama2-7b-mmlu").startswith(
+        "no case '../cases/llama2-7b-mmlu'"
+    )
 
 
 @pytest.mark.parametrize("size", ["tiny", "", "Full"])
-def test_sizes_that_are_none(size: str) -> None:
-    assert refusal(NAME, size) == f"size {size!r} is not known; allowed: smoke, full"
+def test_unknown_sizes_are_refused(size: str) -> None:
+    assert get_resolve_error(NAME, size) == f"size {size!r} is not known; allowed: smoke, full"
 
 
 @pytest.mark.parametrize(
@@ -115,10 +117,10 @@ def test_sizes_that_are_none(size: str) -> None:
         (b"x = 0x" + b"f" * 5_000, "a key or a number has more than 255 characters"),
     ],
 )
-def test_files_that_are_not_toml(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_files_that_are_not_toml_are_refused(content: bytes, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_bytes(content)
-    line = refusal(str(path))
+    line = get_resolve_error(str(path))
     assert line.startswith(
         (f"case file {str(path)!r} is not TOML: {reason}", f"case file {str(path)!r}: {reason}")
     )
@@ -129,7 +131,7 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate((64 << 10) + 1)
     assert (
-        refusal(str(path))
+        get_resolve_error(str(path))
         == f"case file {str(path)!r} is larger than 65536 bytes; a case file is a few kilobytes"
     )
 
@@ -168,14 +170,14 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
 def test_unknown_keys_are_refused_in_one_line(
     old: str, new: str, place: str, tmp_path: Path
 ) -> None:
-    path = own(tmp_path, OWN, (old, new))
-    assert refusal(path) == f"case {path!r}, {place}; see docs/cases.md"
+    path = write_own_case(tmp_path, OWN_CASE, (old, new))
+    assert get_resolve_error(path) == f"case {path!r}, {place}; see docs/cases.md"
 
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-KIND = "no task 'gsm8k'; known: mmlu, lambada, openwebtext, alpaca, superglue_record"
-FAMILY = f"no family 'bert'; known: {', '.join(families.load_families())}"
-INTEGER = "must be a whole number"
+UNKNOWN_TASK = "no task 'gsm8k'; known: mmlu, lambada, openwebtext, alpaca, superglue_record"
+UNKNOWN_FAMILY = f"no family 'bert'; known: {', '.join(families.load_families())}"
+NOT_AN_INTEGER = "must be a whole number"
 
 
 @pytest.mark.parametrize(
@@ -189,9 +191,13 @@ INTEGER = "must be a whole number"
         (
             "layers = 1",
             'layers = "many"',
-            f"line 12: question.model.layers: {INTEGER} (it is 'many')",
+            f"line 12: question.model.layers: {NOT_AN_INTEGER} (it is 'many')",
         ),
-        ("layers = 1", "layers = 1.5", f"line 12: question.model.layers: {INTEGER} (it is 1.5)"),
+        (
+            "layers = 1",
+            "layers = 1.5",
+            f"line 12: question.model.layers: {NOT_AN_INTEGER} (it is 1.5)",
+        ),
         (
             "layers = 1",
             "layers = 0",
@@ -201,10 +207,10 @@ INTEGER = "must be a whole number"
         (
             "context = 64",
             "context = [64]",
-            f"line 22: question.data.context: {INTEGER} (it is [64])",
+            f"line 22: question.data.context: {NOT_AN_INTEGER} (it is [64])",
         ),
-        ('kind = "mmlu"', 'kind = "gsm8k"', f"line 20: question.data: {KIND}"),
-        ('family = "llama"', 'family = "bert"', f"line 10: question.model: {FAMILY}"),
+        ('kind = "mmlu"', 'kind = "gsm8k"', f"line 20: question.data: {UNKNOWN_TASK}"),
+        ('family = "llama"', 'family = "bert"', f"line 10: question.model: {UNKNOWN_FAMILY}"),
         (
             "positions = 64",
             "positions = 64\nnorm_eps = nan",
@@ -238,14 +244,14 @@ INTEGER = "must be a whole number"
 def test_wrong_values_are_refused_in_one_line(
     old: str, new: str, line: str, tmp_path: Path
 ) -> None:
-    path = own(tmp_path, OWN, (old, new))
-    assert refusal(path) == f"case {path!r}, {line}; see docs/cases.md"
+    path = write_own_case(tmp_path, OWN_CASE, (old, new))
+    assert get_resolve_error(path) == f"case {path!r}, {line}; see docs/cases.md"
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     """The problems of both sizes, in the order of the file, one a line."""
-    text = OWN + "\n[smoke.question.model]\nlayers = 0\nlayer = 1\n"
-    path = own(
+    text = OWN_CASE + "\n[smoke.question.model]\nlayers = 0\nlayer = 1\n"
+    path = write_own_case(
         tmp_path, text, ("ffn = 12", "intermediate_size = 12"), ("vocab = 32", 'vocab = "32k"')
     )
     with pytest.raises(RequestError) as caught:
@@ -257,10 +263,10 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         golden("line-25-question-model-layers-must"),
         golden("line-26-unknown-key-question-model"),
     ]
-    assert refusal(path, "smoke") == refusal(path)
+    assert get_resolve_error(path, "smoke") == get_resolve_error(path)
 
 
-def test_no_words_of_the_library_are_left() -> None:
+def test_refusals_hold_no_words_of_pydantic() -> None:
     """Each kind of problem that the schema of a case can have is told in a sentence of Steelyard's."""
     wrong: list[tuple[str, object]] = [
         ("tune.sharding", 7), ("tune.compile", "x"), ("tune.env", 1), ("tune.parallel", 1), ("tune.batching", "x"),
@@ -281,8 +287,8 @@ def test_no_words_of_the_library_are_left() -> None:
 
 
 def test_a_long_value_is_shortened(tmp_path: Path) -> None:
-    path = own(tmp_path, OWN, ("layers = 1", f'layers = "{"x" * 60_000}"'))
-    assert len(refusal(path)) < 600
+    path = write_own_case(tmp_path, OWN_CASE, ("layers = 1", f'layers = "{"x" * 60_000}"'))
+    assert len(get_resolve_error(path)) < 600
 
 
 @pytest.mark.parametrize(
@@ -290,7 +296,7 @@ def test_a_long_value_is_shortened(tmp_path: Path) -> None:
     [(3, 1, 8), (4, 3, 8), (8, 8, 8), (2, 1, 6)],
     ids=["heads", "groups", "odd", "odd 3"],
 )
-def test_dimensions_that_do_not_divide(
+def test_dimensions_that_do_not_divide_are_refused(
     heads: int, kv_heads: int, hidden: int, tmp_path: Path
 ) -> None:
     changes = (
@@ -302,28 +308,32 @@ def test_dimensions_that_do_not_divide(
         f"hidden {hidden} must be an even multiple of heads {heads}, and heads of kv_heads"
         f" {kv_heads}"
     )
-    assert f"question.model: {expected}" in refusal(own(tmp_path, OWN, *changes))
+    assert f"question.model: {expected}" in get_resolve_error(
+        write_own_case(tmp_path, OWN_CASE, *changes)
+    )
 
 
 @pytest.mark.parametrize("value", ["3", '"yes"', "[1]", "true"])
 def test_smoke_must_be_a_table(value: str, tmp_path: Path) -> None:
-    path = own(tmp_path, f"smoke = {value}\n{OWN}")
+    path = write_own_case(tmp_path, f"smoke = {value}\n{OWN_CASE}")
     for size in ("full", "smoke"):
-        assert refusal(path, size).startswith(f"case {path!r}: smoke is ")
+        assert get_resolve_error(path, size).startswith(f"case {path!r}: smoke is ")
 
 
 @pytest.mark.parametrize("text", ["question = 3", "question = []", "", "[[question]]\nkind = 1"])
-def test_files_without_a_question(text: str, tmp_path: Path) -> None:
-    path = own(tmp_path, text)
+def test_files_without_a_question_are_refused(text: str, tmp_path: Path) -> None:
+    path = write_own_case(tmp_path, text)
     for options in ({}, {"precision": "bf16", "division": "open"}):
-        assert refusal(path, **options).startswith(f"case {path!r}: ")
-    assert refusal(path, "full", "question.model.layers=2").startswith(("case ", "--set: "))
+        assert get_resolve_error(path, **options).startswith(f"case {path!r}: ")
+    assert get_resolve_error(path, "full", "question.model.layers=2").startswith(
+        ("case ", "--set: ")
+    )
 
 
-def test_unknown_keys_inside_smoke(tmp_path: Path) -> None:
-    path = own(tmp_path, OWN + "\n[smoke.question.model]\nlayer = 2\n")
+def test_unknown_keys_in_the_smoke_table_are_refused(tmp_path: Path) -> None:
+    path = write_own_case(tmp_path, OWN_CASE + "\n[smoke.question.model]\nlayer = 2\n")
     line = "line 25: unknown key 'question.model.layer'; did you mean 'layers'?"
-    assert refusal(path, "smoke") == f"case {path!r}, {line}; see docs/cases.md"
+    assert get_resolve_error(path, "smoke") == f"case {path!r}, {line}; see docs/cases.md"
 
 
 # A case can come from a stranger: it must not choose programs or libraries.
@@ -340,18 +350,18 @@ def test_unknown_keys_inside_smoke(tmp_path: Path) -> None:
         "TORCHINDUCTOR_CACHE_DIR",
     ],
 )
-def test_environment_that_is_not_allowed(name: str, tmp_path: Path) -> None:
-    path = own(tmp_path, OWN + f'\n[tune.env]\n{name} = "x"\n')
+def test_environment_variables_outside_the_list_are_refused(name: str, tmp_path: Path) -> None:
+    path = write_own_case(tmp_path, OWN_CASE + f'\n[tune.env]\n{name} = "x"\n')
     allowed = ", ".join(sorted(accelerators.list_tune_variables()))
     expected = f"environment variable {name} is not one a tune may set; allowed: {allowed}"
-    assert f"tune: {expected}" in refusal(path)
-    assert expected in refusal(NAME, "full", f"tune.env.{name}=x")
-    assert expected in refusal(NAME, "full", f'tune.env={{{name} = "x"}}')
+    assert f"tune: {expected}" in get_resolve_error(path)
+    assert expected in get_resolve_error(NAME, "full", f"tune.env.{name}=x")
+    assert expected in get_resolve_error(NAME, "full", f'tune.env={{{name} = "x"}}')
 
 
-def test_environment_with_a_nul(tmp_path: Path) -> None:
-    path = own(tmp_path, OWN + '\n[tune.env]\nNCCL_ALGO = "a\\u0000b"\n')
-    assert golden("environment-variable-nccl_algo-holds-nul-character") in refusal(path)
+def test_a_nul_in_an_environment_variable_is_refused(tmp_path: Path) -> None:
+    path = write_own_case(tmp_path, OWN_CASE + '\n[tune.env]\nNCCL_ALGO = "a\\u0000b"\n')
+    assert golden("environment-variable-nccl_algo-holds-nul-character") in get_resolve_error(path)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +375,7 @@ def test_environment_with_a_nul(tmp_path: Path) -> None:
         ('tune.env={OMP_NUM_THREADS = "3"}', "3"),
     ],
 )
-def test_environment_is_text(setting: str, value: str) -> None:
-    found = resolve.resolve_case(NAME, settings=[setting])
-    assert found.case.tune.env == {"OMP_NUM_THREADS": value}
-    assert found.origins["tune.env.OMP_NUM_THREADS"] == "command line"
+def test_environment_values_are_text(setting: str, value: str) -> None:
+    resolved = resolve.resolve_case(NAME, settings=[setting])
+    assert resolved.case.tune.env == {"OMP_NUM_THREADS": value}
+    assert resolved.origins["tune.env.OMP_NUM_THREADS"] == "command line"

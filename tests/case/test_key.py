@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from fixtures.cases import FINGERPRINT, NAME, OWN, leaf, own
+from fixtures.cases import FINGERPRINT, NAME, OWN_CASE, get_leaf, write_own_case
 from fixtures.records import RUNS
 from steelyard import schema, tasks
 from steelyard.case import case
@@ -24,63 +24,67 @@ from steelyard.tasks.mmlu.task import MmluData
 from steelyard.tasks.task import Sources
 
 # The types of the tables `question.model` and `question.data` of the case under test.
-ROWS = {"model": LlamaModel, "data": MmluData}
+TABLE_TYPES = {"model": LlamaModel, "data": MmluData}
 
 
-def question_leaves(model: type[BaseModel] = Question, prefix: str = "") -> list[str]:
+def list_question_leaves(model: type[BaseModel] = Question, prefix: str = "") -> list[str]:
     """Return the dotted names of all values of a question, through its nested tables."""
-    out = []
+    leaves = []
     for name, field in model.model_fields.items():
-        annotation = ROWS.get(name, field.annotation) if model is Question else field.annotation
+        annotation = (
+            TABLE_TYPES.get(name, field.annotation) if model is Question else field.annotation
+        )
         kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
         inner = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
-        out += question_leaves(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
-    return out
+        leaves += list_question_leaves(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return leaves
 
 
-OTHER = {
+OTHER_VALUES = {
     "kind": "train", "division": "open", "precision.name": "other", "precision.matmul": "fp16",
     "precision.weights": "fp16", "precision.gradients": "bf16", "precision.states": "bf16", "model.kv_heads": 1,
     "model.heads": 2, "model.hidden": 128, "task": "other", "model.family": "other", "data.kind": "other",
 }  # fmt: skip
 
 
-def with_leaf(model: Any, dotted: str, value: object) -> Any:
+def replace_leaf(model: Any, dotted: str, value: object) -> Any:
     """Return a copy of the model with the value at a dotted name replaced."""
-    head, _, rest = dotted.partition(".")
+    head, _, remainder = dotted.partition(".")
     return model.model_copy(
-        update={head: with_leaf(getattr(model, head), rest, value) if rest else value}
+        update={head: replace_leaf(getattr(model, head), remainder, value) if remainder else value}
     )
 
 
-def other(old: object) -> object:
+def choose_other_value(old: object) -> object:
     """Return a value that differs from the old one."""
     if isinstance(old, bool):
         return not old
     return old + 1 if isinstance(old, int | float) else "other"
 
 
-def test_the_questions_leaves() -> None:
-    assert len(question_leaves()) == len(set(question_leaves())) >= 30
+def test_question_leaves_include_nested_tables() -> None:
+    assert len(list_question_leaves()) == len(set(list_question_leaves())) >= 30
     assert {
         "seed",
         "data.made.seed",
         "model.rope_base",
         "precision.states",
         "data.fingerprint",
-    } <= set(question_leaves())
+    } <= set(list_question_leaves())
 
 
-@pytest.mark.parametrize("dotted", [one for one in question_leaves() if one != "data.fingerprint"])
+@pytest.mark.parametrize(
+    "dotted", [one for one in list_question_leaves() if one != "data.fingerprint"]
+)
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_every_part_of_the_question_is_in_the_key(dotted: str) -> None:
     before = resolve_case(
         "llama1-7b-openwebtext" if dotted.startswith("train.") else NAME, "smoke"
     ).case
-    old = leaf(before.question, dotted)
-    value = OTHER.get(dotted, other(old))
+    old = get_leaf(before.question, dotted)
+    value = OTHER_VALUES.get(dotted, choose_other_value(old))
     assert value != old
-    after = with_leaf(before, f"question.{dotted}", value)
+    after = replace_leaf(before, f"question.{dotted}", value)
     assert after.compute_key(FINGERPRINT) != before.compute_key(FINGERPRINT)
 
 
@@ -90,7 +94,7 @@ def test_the_data_that_was_read_is_in_the_key() -> None:
     """
     before = resolve_case(NAME, "smoke").case
     assert before.compute_key("a") != before.compute_key("b")
-    after = with_leaf(before, "question.data.fingerprint", "other")
+    after = replace_leaf(before, "question.data.fingerprint", "other")
     assert after.compute_key("a") == before.compute_key("a")
 
 
@@ -129,25 +133,25 @@ def test_nothing_else_is_in_the_key(changes: dict[str, Any]) -> None:
 
 
 def test_the_key_is_a_hash_of_values_not_of_spellings(tmp_path: Path) -> None:
-    key = resolve_case(own(tmp_path)).case.compute_key(FINGERPRINT)
+    key = resolve_case(write_own_case(tmp_path)).case.compute_key(FINGERPRINT)
     assert re.fullmatch("[0-9a-f]{16}", key)
-    spelled = own(
+    spelled = write_own_case(
         tmp_path,
-        OWN,
+        OWN_CASE,
         ("layers = 1", "layers = 0x1\nrope_base = 1e4"),
         ("context = 64", "shots = 5\ncontext = 6_4"),
     )
     assert resolve_case(spelled).case.compute_key(FINGERPRINT) == key
     assert (
-        resolve_case(own(tmp_path), settings=["question.model.rope_base=10000"]).case.compute_key(
-            FINGERPRINT
-        )
+        resolve_case(
+            write_own_case(tmp_path), settings=["question.model.rope_base=10000"]
+        ).case.compute_key(FINGERPRINT)
         == key
     )
     assert (
-        resolve_case(own(tmp_path), precision="fp16", division="closed").case.compute_key(
-            FINGERPRINT
-        )
+        resolve_case(
+            write_own_case(tmp_path), precision="fp16", division="closed"
+        ).case.compute_key(FINGERPRINT)
         == key
     )
 
@@ -181,9 +185,9 @@ def test_canonical_has_one_spelling() -> None:
     ],
 )
 def test_cases_are_frozen(dotted: str) -> None:
-    found = resolve_case(NAME).case
+    frozen_case = resolve_case(NAME).case
     *parents, name = dotted.split(".")
-    owner = leaf(found, ".".join(parents)) if parents else found
+    owner = get_leaf(frozen_case, ".".join(parents)) if parents else frozen_case
     before = getattr(owner, name)
     with pytest.raises(ValidationError, match="Instance is frozen"):
         setattr(owner, name, before)
@@ -195,7 +199,7 @@ def test_cases_are_frozen(dotted: str) -> None:
 # Published keys never change. They are literals, copied from the committed records, so that a
 # change of the code cannot change them too.
 
-SMOKE = {
+SMOKE_KEYS = {
     ("aquila2-34b-lambada", "closed"): "7a9e52e92dd6c079",
     ("aquila2-7b-alpaca", "closed"): "6418ddb65a339b72",
     ("glm-large-record", "closed"): "0f8816dd797c1988",
@@ -213,7 +217,7 @@ ALPACA = (
     "7e5bf3047f77954a319420ca99b6d2a3780547a7892629f6c73eb477bb076376"
 )
 RECORD = "1982248769febc8d45b5df91fdf08e40243d3cbea9b94ed3d0fe61abe18570b6"
-FULL = {
+FULL_KEYS = {
     ("llama2-7b-mmlu", "closed", "bf16", MMLU): "59e3e6b05d8abc2f",
     ("llama2-7b-mmlu", "closed", "fp16", MMLU): "132ee5803340fe36",
     ("llama2-7b-mmlu", "closed", "fp8", MMLU): "65a52d78bb222a9e",
@@ -236,8 +240,8 @@ FULL = {
 }
 # A case that got fields later: the settings that give those fields their defaults, and the keys of
 # the records from before.
-BEFORE = ['question.data.joint="\\n"', "question.data.last_target=false"]
-EARLIER = {
+EARLIER_DEFAULTS = ['question.data.joint="\\n"', "question.data.last_target=false"]
+EARLIER_KEYS = {
     (
         "smoke",
         "fp32",
@@ -251,42 +255,47 @@ EARLIER = {
 }
 
 
-def test_every_shipped_case_is_pinned() -> None:
-    assert set(SMOKE) == {
-        (name, one)
+def test_every_shipped_case_has_pinned_keys() -> None:
+    assert set(SMOKE_KEYS) == {
+        (name, division)
         for name in list_shipped_cases()
-        for one in resolve_case(name, "smoke").case.divisions
+        for division in resolve_case(name, "smoke").case.divisions
     }
-    assert {name for name, *_ in FULL} == set(list_shipped_cases())
+    assert {name for name, *_ in FULL_KEYS} == set(list_shipped_cases())
 
 
-@pytest.mark.parametrize(("name", "division"), SMOKE)
+@pytest.mark.parametrize(("name", "division"), SMOKE_KEYS)
 def test_keys_of_smoke_sizes(name: str, division: str) -> None:
     """The keys hold the fingerprint of the made data: if the made data change, the question
     changes.
     """
-    found = resolve_case(name, "smoke", division=division).case
-    asked = found.question.describe_for_task(
-        Sources(None, None, None), None, found.tune.pack, found.published
+    resolved_case = resolve_case(name, "smoke", division=division).case
+    request = resolved_case.question.describe_for_task(
+        Sources(None, None, None), None, resolved_case.tune.pack, resolved_case.published
     )
-    prepared = found.question.task_row.prepare(asked)
-    assert found.compute_key(prepared.facts.fingerprint) == SMOKE[name, division]
+    prepared = resolved_case.question.task_row.prepare(request)
+    assert resolved_case.compute_key(prepared.facts.fingerprint) == SMOKE_KEYS[name, division]
 
 
-@pytest.mark.parametrize(("name", "division", "precision", "fingerprint"), FULL)
+@pytest.mark.parametrize(("name", "division", "precision", "fingerprint"), FULL_KEYS)
 def test_keys_of_full_sizes(name: str, division: str, precision: str, fingerprint: str) -> None:
-    found = resolve_case(name, "full", precision, division).case
-    assert found.compute_key(fingerprint) == FULL[name, division, precision, fingerprint]
+    resolved_case = resolve_case(name, "full", precision, division).case
+    assert (
+        resolved_case.compute_key(fingerprint) == FULL_KEYS[name, division, precision, fingerprint]
+    )
 
 
-@pytest.mark.parametrize(("size", "precision", "fingerprint"), EARLIER)
+@pytest.mark.parametrize(("size", "precision", "fingerprint"), EARLIER_KEYS)
 def test_keys_of_alpaca_before_its_later_fields(
     size: str, precision: str, fingerprint: str
 ) -> None:
-    name, key = "aquila2-7b-alpaca", EARLIER[size, precision, fingerprint]
-    assert resolve_case(name, size, precision, settings=BEFORE).case.compute_key(fingerprint) == key
+    name, key = "aquila2-7b-alpaca", EARLIER_KEYS[size, precision, fingerprint]
+    assert (
+        resolve_case(name, size, precision, settings=EARLIER_DEFAULTS).case.compute_key(fingerprint)
+        == key
+    )
     others = [
-        resolve_case(name, size, precision, settings=BEFORE[i : i + 1]).case.compute_key(
+        resolve_case(name, size, precision, settings=EARLIER_DEFAULTS[i : i + 1]).case.compute_key(
             fingerprint
         )
         for i in (0, 1)
@@ -298,15 +307,21 @@ def test_keys_of_alpaca_before_its_later_fields(
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_published_records_have_the_keys_of_their_cases(path: Path) -> None:
-    found = record.read_record(path)
-    asked = found.case
-    assert compute_question_key(asked.question, found.fingerprint) == asked.key
-    if asked.name not in list_shipped_cases():  # a case of a user's model
-        assert asked.name.startswith("smollm2-")
+    published_record = record.read_record(path)
+    stored_case = published_record.case
+    assert (
+        compute_question_key(stored_case.question, published_record.fingerprint) == stored_case.key
+    )
+    if stored_case.name not in list_shipped_cases():  # a case of a user's model
+        assert stored_case.name.startswith("smollm2-")
         return
-    shipped = resolve_case(asked.name, asked.size, asked.precision, asked.division).case
-    same = list_changed_keys(asked.origins) == [] and list_later_fields(found) == []
-    assert (shipped.compute_key(found.fingerprint) == asked.key) == same
+    shipped = resolve_case(
+        stored_case.name, stored_case.size, stored_case.precision, stored_case.division
+    ).case
+    unchanged = (
+        list_changed_keys(stored_case.origins) == [] and list_later_fields(published_record) == []
+    )
+    assert (shipped.compute_key(published_record.fingerprint) == stored_case.key) == unchanged
 
 
 def test_a_later_field_is_in_the_key_only_beside_its_default() -> None:
@@ -338,25 +353,25 @@ def test_a_later_field_is_in_the_key_only_beside_its_default() -> None:
 
 def test_every_later_field_is_a_field_with_that_default() -> None:
     """A field of data is one of a task's, and a field of a model one of a family's."""
-    for place, default in LATER_FIELDS:
+    for path, default in LATER_FIELDS:
         models: list[Any] = [Question]
-        if place[0] == "data":
+        if path[0] == "data":
             models = [
                 task.data
                 for task in tasks.load_tasks().values()
-                if place[1] in task.data.model_fields
+                if path[1] in task.data.model_fields
             ]
-        elif place[0] == "model":
+        elif path[0] == "model":
             models = [
                 row.shape
                 for row in families.load_families().values()
-                if place[1] in row.shape.model_fields
+                if path[1] in row.shape.model_fields
             ]
-        elif place[1:]:
+        elif path[1:]:
             models = [
                 kind
-                for kind in get_args(Question.model_fields[place[0]].annotation)
+                for kind in get_args(Question.model_fields[path[0]].annotation)
                 if issubclass(kind, BaseModel)
             ]
-        assert [model.model_fields[place[-1]].default for model in models] == [default]
-        assert type(models[0].model_fields[place[-1]].default) is type(default)
+        assert [model.model_fields[path[-1]].default for model in models] == [default]
+        assert type(models[0].model_fields[path[-1]].default) is type(default)

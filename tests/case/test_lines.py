@@ -7,7 +7,7 @@ import pytest
 from steelyard.case import resolve
 from steelyard.case.toml_lines import find_line_numbers
 
-TEXT = """\
+TOML_TEXT = """\
 a = 1 # [not.a.table]
 "b.c" = "x = 1" # a quoted key
 d.e = {f = 1, g = [
@@ -36,8 +36,8 @@ y = 3
 
 
 def test_every_key_has_its_line() -> None:
-    tomllib.loads(TEXT)
-    assert find_line_numbers(TEXT) == {
+    tomllib.loads(TOML_TEXT)
+    assert find_line_numbers(TOML_TEXT) == {
         ("a",): 1,
         ("b.c",): 2,
         ("d",): 3,
@@ -58,22 +58,22 @@ def test_every_key_has_its_line() -> None:
         ("rows", 1, "deep", 0, "y"): 23,
         ("last",): 24,
     }
-    assert find_line_numbers(TEXT.replace("\n", "\r\n")) == find_line_numbers(TEXT)
+    assert find_line_numbers(TOML_TEXT.replace("\n", "\r\n")) == find_line_numbers(TOML_TEXT)
 
 
 @pytest.mark.parametrize("name", resolve.list_shipped_cases())
 def test_shipped_cases_have_a_line_for_every_value(name: str) -> None:
     source = resolve.read_case(name)
-    found = find_line_numbers(source.text)
+    line_numbers = find_line_numbers(source.text)
     lines = source.text.splitlines()
 
-    def check(value: object, place: tuple[str | int, ...]) -> None:
+    def check_value(value: object, path: tuple[str | int, ...]) -> None:
         """Check the lines of a value, or of all values of a table or of a list of tables."""
         tables = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
         if isinstance(value, dict) or tables:
             for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-                check(inner, (*place, key))
+                check_value(inner, (*path, key))
         else:
-            assert lines[found[place] - 1].startswith(f"{place[-1]} = "), place
+            assert lines[line_numbers[path] - 1].startswith(f"{path[-1]} = "), path
 
-    check(source.table, ())
+    check_value(source.table, ())

@@ -36,11 +36,11 @@ LLAMA = {
 TASKS = ("alpaca", "lambada", "mmlu", "openwebtext")
 
 
-def folder_of(where: Path, **changes: Any) -> Path:
+def make_model_folder(parent: Path, **changes: Any) -> Path:
     """Write a model folder with a changed config.json and empty weights, and return it; "absent"
     removes a key.
     """
-    folder = where / "SmolLM2 135M"
+    folder = parent / "SmolLM2 135M"
     folder.mkdir(exist_ok=True)
     config = {key: value for key, value in {**CONFIG, **changes}.items() if value != "absent"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -48,16 +48,18 @@ def folder_of(where: Path, **changes: Any) -> Path:
     return folder
 
 
-def made_of(where: Path, task: str = "mmlu", **changes: Any) -> new_case.NewCase:
+def make_new_case(parent: Path, task: str = "mmlu", **changes: Any) -> new_case.NewCase:
     """Return the case that is made from such a folder for the task."""
-    return model_case.make_complete_case(folder_of(where, **changes), task, check_tokenizer=False)
+    return model_case.make_complete_case(
+        make_model_folder(parent, **changes), task, check_tokenizer=False
+    )
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_folder_becomes_a_case_of_every_task(task: str, tmp_path: Path) -> None:
-    made = made_of(tmp_path, task)
-    full, smoke = (resolve.resolve_case(made.source, size).case for size in ("full", "smoke"))
-    shipped = resolve.resolve_case(made.template).case
+    new_case = make_new_case(tmp_path, task)
+    full, smoke = (resolve.resolve_case(new_case.source, size).case for size in ("full", "smoke"))
+    shipped = resolve.resolve_case(new_case.template).case
     assert full.name == f"smollm2-135m-{task}"
     assert full.question.task_row.name == task == shipped.question.task_row.name
     assert {k: v for k, v in full.question.model.model_dump().items() if v is not None} == LLAMA
@@ -72,15 +74,15 @@ def test_a_folder_becomes_a_case_of_every_task(task: str, tmp_path: Path) -> Non
 
 
 def test_the_file_reads_as_the_case_in_memory(tmp_path: Path) -> None:
-    made = made_of(tmp_path)
+    new_case = make_new_case(tmp_path)
     path = tmp_path / "mine.toml"
-    path.write_text(made.source.text)
+    path.write_text(new_case.source.text)
     for size in ("full", "smoke"):
         assert (
             resolve.resolve_case(str(path), size).case
-            == resolve.resolve_case(made.source, size).case
+            == resolve.resolve_case(new_case.source, size).case
         )
-    origins = resolve.resolve_case(made.source).origins
+    origins = resolve.resolve_case(new_case.source).origins
     assert origins["question.model.layers"] == "made from config.json"
     assert origins["question.data.shots"] == "made from llama2-7b-mmlu"
     assert origins["question.seed"] == "default"
@@ -88,9 +90,9 @@ def test_the_file_reads_as_the_case_in_memory(tmp_path: Path) -> None:
         origin.startswith("made from")
         for origin in resolve.resolve_case(str(path)).origins.values()
     )
-    assert "layers = 30 # num_hidden_layers\n" in made.source.text
-    assert "rope_base = 100000.0 # rope_theta\n" in made.source.text
-    assert all(f"# - {one}\n" in made.source.text for one in made.assumed)
+    assert "layers = 30 # num_hidden_layers\n" in new_case.source.text
+    assert "rope_base = 100000.0 # rope_theta\n" in new_case.source.text
+    assert all(f"# - {assumption}\n" in new_case.source.text for assumption in new_case.assumed)
 
 
 @pytest.mark.parametrize(
@@ -107,11 +109,13 @@ def test_the_file_reads_as_the_case_in_memory(tmp_path: Path) -> None:
     ],
     ids=["qwen2", "qwen3", "mistral", "llama3"],
 )  # fmt: skip
-def test_families(changes: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
+def test_model_families(changes: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
     """Each family is checked in both sizes; the tiny model has the same features."""
-    made = made_of(tmp_path, **changes)
+    new_case = make_new_case(tmp_path, **changes)
     for size in ("full", "smoke"):
-        model = resolve.resolve_case(made.source, size).case.question.model.model_dump(mode="json")
+        model = resolve.resolve_case(new_case.source, size).case.question.model.model_dump(
+            mode="json"
+        )
         for name, value in fields.items():
             assert (
                 model[name] == value
@@ -120,21 +124,21 @@ def test_families(changes: dict[str, Any], fields: dict[str, Any], tmp_path: Pat
             )
 
 
-def test_what_was_assumed_is_said(tmp_path: Path) -> None:
-    made = made_of(tmp_path, max_position_embeddings=1024, dtype="float16")
-    assert resolve.resolve_case(made.source).case.question.data.context == 1024
-    assert resolve.resolve_case(made.source).case.question.precision.name == "fp16"
-    assert made.assumed == (
+def test_assumptions_are_listed(tmp_path: Path) -> None:
+    new_case = make_new_case(tmp_path, max_position_embeddings=1024, dtype="float16")
+    assert resolve.resolve_case(new_case.source).case.question.data.context == 1024
+    assert resolve.resolve_case(new_case.source).case.question.precision.name == "fp16"
+    assert new_case.assumed == (
         golden("data-context-1024-instead-of-2048"),
         golden("precision-fp-16-as-the-weights"),
         golden("no-gate-no-accuracy-of-this"),
         golden("data-training-and-tune-as-in"),
     )
-    assert "precision bf16, as in llama2-7b-mmlu" in made_of(tmp_path, dtype="absent").assumed
-    trained = made_of(tmp_path, "openwebtext", max_position_embeddings=512)
+    assert "precision bf16, as in llama2-7b-mmlu" in make_new_case(tmp_path, dtype="absent").assumed
+    trained = make_new_case(tmp_path, "openwebtext", max_position_embeddings=512)
     assert resolve.resolve_case(trained.source).case.question.train.length == 512
     assert trained.starts_random
-    assert not made_of(tmp_path, "alpaca").starts_random
+    assert not make_new_case(tmp_path, "alpaca").starts_random
 
 
 @pytest.mark.process
@@ -159,12 +163,12 @@ def test_what_was_assumed_is_said(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_folders_that_are_refused(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
+def test_unsupported_models_are_refused(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=line):
-        made_of(tmp_path, **changes)
+        make_new_case(tmp_path, **changes)
 
 
-def test_folders_that_are_none(tmp_path: Path) -> None:
+def test_incomplete_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="is not a folder; give a Hugging Face folder"):
         model_case.make_complete_case(tmp_path / "absent", "mmlu")
     with pytest.raises(RequestError, match=r"config\.json: cannot be read"):
@@ -175,7 +179,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     ):
         model_case.make_complete_case(tmp_path, "mmlu")
     with pytest.raises(RequestError, match="no tokenizer found"):
-        model_case.make_complete_case(folder_of(tmp_path), "mmlu")
+        model_case.make_complete_case(make_model_folder(tmp_path), "mmlu")
     with pytest.raises(RequestError, match=r"--task 'mmul': did you mean 'mmlu'\?"):
         model_case.make_complete_case(tmp_path, "mmul")
 
@@ -189,13 +193,13 @@ def test_templates_are_one_for_each_task() -> None:
     )
 
 
-def test_names() -> None:
+def test_case_names_from_folder_names() -> None:
     assert new_case.make_case_name("SmolLM2 135M", "mmlu") == "smollm2-135m-mmlu"
     assert new_case.make_case_name("你好", "mmlu") == "model-mmlu"
     assert len(new_case.make_case_name("x" * 200, "mmlu")) == 64
 
 
-def test_toml_comes_back_as_it_was() -> None:
+def test_toml_round_trip() -> None:
     table = {
         "text": 'a "quoted"\nline \x7f \\ 你好 🦙',
         "numbers": [1, -2.5, 1e-06, True],
@@ -213,9 +217,9 @@ def test_toml_comes_back_as_it_was() -> None:
 
 def test_code_in_the_folder_of_a_known_type_is_not_needed(tmp_path: Path) -> None:
     """Folders of Aquila2 name Python code of their own, which Steelyard does not need."""
-    made = made_of(
+    new_case = make_new_case(
         tmp_path,
         model_type="aquila",
         auto_map={"AutoModelForCausalLM": "modeling_aquila.AquilaForCausalLM"},
     )
-    assert resolve.resolve_case(made.source).case.question.model.family == "llama"
+    assert resolve.resolve_case(new_case.source).case.question.model.family == "llama"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fixtures.cases import NAME, OWN, own, refusal
+from fixtures.cases import NAME, OWN_CASE, get_resolve_error, write_own_case
 from steelyard.case.precision import load_presets
 from steelyard.case.resolve import ResolvedCase, resolve_case
 
@@ -15,21 +15,21 @@ from steelyard.case.resolve import ResolvedCase, resolve_case
 )
 def test_a_precision_is_set_by_its_name_alone(key: str) -> None:
     """A precision with one part changed but the old name would label every number wrongly."""
-    assert refusal(NAME, "full", f"{key}=fp32").startswith(f"--set: no key {key!r}; ")
+    assert get_resolve_error(NAME, "full", f"{key}=fp32").startswith(f"--set: no key {key!r}; ")
 
 
 @pytest.mark.parametrize("name", load_presets()["score"])
-def test_precisions(name: str) -> None:
+def test_scoring_precisions(name: str) -> None:
     expected = {
         "fp32": ("fp32", "fp32", None, None), "tf32": ("tf32", "fp32", None, None),
         "fp16": ("fp16", "fp16", None, None), "bf16": ("bf16", "bf16", None, None),
         "fp8": ("fp8", "bf16", None, None),
     }[name]  # fmt: skip
-    for found in (
+    for resolved in (
         resolve_case(NAME, precision=name),
         resolve_case(NAME, settings=[f"question.precision={name}"]),
     ):
-        precision = found.case.question.precision
+        precision = resolved.case.question.precision
         assert precision.name == name
         assert (
             precision.matmul,
@@ -37,7 +37,7 @@ def test_precisions(name: str) -> None:
             precision.gradients,
             precision.states,
         ) == expected
-        assert found.origins["question.precision.matmul"] == f"preset {name} (command line)"
+        assert resolved.origins["question.precision.matmul"] == f"preset {name} (command line)"
 
 
 def test_training_precisions() -> None:
@@ -57,15 +57,19 @@ def test_training_precisions() -> None:
     }
 
 
-def test_precisions_that_are_none() -> None:
+def test_unknown_precisions_are_refused() -> None:
     line = "precision 'fp4' is not known; allowed for score: fp32, tf32, fp16, bf16, fp8"
-    assert refusal(NAME, precision="fp4") == refusal(NAME, "full", "question.precision=fp4") == line
-    assert refusal(NAME, precision="bf16-pure") == line.replace("fp4", "bf16-pure")
+    assert (
+        get_resolve_error(NAME, precision="fp4")
+        == get_resolve_error(NAME, "full", "question.precision=fp4")
+        == line
+    )
+    assert get_resolve_error(NAME, precision="bf16-pure") == line.replace("fp4", "bf16-pure")
 
 
 def test_a_precision_spelled_out(tmp_path: Path) -> None:
     table = '\n[question.precision]\nname = "mine"\nmatmul = "tf32"\nweights = "bf16"\n'
-    path = own(tmp_path, OWN + table, ('precision = "fp16"\n', ""))
+    path = write_own_case(tmp_path, OWN_CASE + table, ('precision = "fp16"\n', ""))
     precision = resolve_case(path).case.question.precision
     assert (precision.name, precision.matmul, precision.weights) == (
         "matmul tf32, weights bf16",
@@ -75,14 +79,14 @@ def test_a_precision_spelled_out(tmp_path: Path) -> None:
     assert resolve_case(path).origins["question.precision.matmul"] == "case"
 
 
-def test_origins() -> None:
-    def picked(found: ResolvedCase) -> dict[str, str]:
+def test_origins_of_full_smoke_and_command_line_values() -> None:
+    def picked(resolved: ResolvedCase) -> dict[str, str]:
         keys = (
             "name", "question.model.layers", "question.model.norm_eps", "question.model.rope_base", "question.division",
             "question.precision.matmul", "question.data.shots", "question.data.context", "tune.batch_tokens", "tune.pad_to",
             "tune.warmup", "gate.target", "question.seed",
         )  # fmt: skip
-        return {key: found.origins[key] for key in keys}
+        return {key: resolved.origins[key] for key in keys}
 
     full = {
         "name": "case",
@@ -118,19 +122,19 @@ def test_origins() -> None:
 
 
 def test_every_value_has_an_origin() -> None:
-    found = resolve_case(NAME, "smoke", settings=["tune.env.NCCL_ALGO=Ring"])
+    resolved = resolve_case(NAME, "smoke", settings=["tune.env.NCCL_ALGO=Ring"])
 
     def leaves(table: dict[str, Any], prefix: str = "") -> list[str]:
-        out = []
+        keys = []
         for key, value in table.items():
-            out += (
+            keys += (
                 leaves(value, f"{prefix}{key}.")
                 if isinstance(value, dict) and value
                 else [f"{prefix}{key}"]
             )
-        return out
+        return keys
 
-    assert set(leaves(found.case.model_dump(mode="json"))) <= set(found.origins)
+    assert set(leaves(resolved.case.model_dump(mode="json"))) <= set(resolved.origins)
 
 
 # The key: equal where results can be compared, and only there.

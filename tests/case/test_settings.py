@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from fixtures.cases import NAME, OWN, leaf, own, refusal
+from fixtures.cases import NAME, OWN_CASE, get_leaf, get_resolve_error, write_own_case
 from steelyard import tasks
 from steelyard.case import resolve
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-KIND = "no task 'gsm8k'; known: mmlu, lambada, openwebtext, alpaca, superglue_record"
-INTEGER = "must be a whole number"
+UNKNOWN_TASK = "no task 'gsm8k'; known: mmlu, lambada, openwebtext, alpaca, superglue_record"
+NOT_AN_INTEGER = "must be a whole number"
 
 
 @pytest.mark.parametrize(
@@ -37,12 +37,12 @@ INTEGER = "must be a whole number"
         ("gate.target=0.25", "gate.target", 0.25),
     ],
 )
-def test_set(setting: str, key: str, value: object) -> None:
-    found = resolve.resolve_case(NAME, "smoke", settings=[setting])
-    assert leaf(found.case, key) == value
-    assert type(leaf(found.case, key)) is type(value)
-    assert found.origins[key] == "command line"
-    others = {k: v for k, v in found.origins.items() if v == "command line"}
+def test_a_setting_changes_its_key_alone(setting: str, key: str, value: object) -> None:
+    resolved = resolve.resolve_case(NAME, "smoke", settings=[setting])
+    assert get_leaf(resolved.case, key) == value
+    assert type(get_leaf(resolved.case, key)) is type(value)
+    assert resolved.origins[key] == "command line"
+    others = {k: v for k, v in resolved.origins.items() if v == "command line"}
     expected = {"size", key} | ({"question.data.made.subjects"} if "{" in setting else set())
     assert set(others) == expected
 
@@ -67,8 +67,8 @@ def test_set(setting: str, key: str, value: object) -> None:
         ("", "--set '' is not of the form key=value, such as tune.batch_tokens=16384"),
     ],
 )
-def test_settings_without_a_known_key(setting: str, line: str) -> None:
-    assert refusal(NAME, "full", setting) == line
+def test_settings_without_a_known_key_are_refused(setting: str, line: str) -> None:
+    assert get_resolve_error(NAME, "full", setting) == line
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,19 @@ def test_settings_without_a_known_key(setting: str, line: str) -> None:
         "question",
     ],
 )
-def test_keys_that_cannot_be_set(key: str) -> None:
-    assert refusal(NAME, "full", f"{key}=train").startswith(f"--set: no key {key!r}; ")
+def test_keys_that_cannot_be_set_are_refused(key: str) -> None:
+    assert get_resolve_error(NAME, "full", f"{key}=train").startswith(f"--set: no key {key!r}; ")
 
 
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        ("tune.batch_tokens=[1, 2]", f"tune.batch_tokens: {INTEGER}, or auto (it is [1, 2])"),
+        (
+            "tune.batch_tokens=[1, 2]",
+            f"tune.batch_tokens: {NOT_AN_INTEGER}, or auto (it is [1, 2])",
+        ),
         ("tune.batch_tokens=0", "tune.batch_tokens: must be at least 1, or auto (it is 0)"),
-        ("tune.batch_tokens=many", f"tune.batch_tokens: {INTEGER}, or auto (it is 'many')"),
+        ("tune.batch_tokens=many", f"tune.batch_tokens: {NOT_AN_INTEGER}, or auto (it is 'many')"),
         (
             "question.model.norm_eps=nan",
             "question.model.norm_eps: must be a finite number (it is nan)",
@@ -104,20 +107,23 @@ def test_keys_that_cannot_be_set(key: str) -> None:
         ("tune.attention=7", "tune.attention: must be text in quotes (it is 7)"),
     ],
 )
-def test_settings_of_the_wrong_type(setting: str, line: str) -> None:
+def test_settings_of_the_wrong_type_are_refused(setting: str, line: str) -> None:
     assert (
-        refusal(NAME, "full", setting) == f"case '{NAME}', command line: {line}; see docs/cases.md"
+        get_resolve_error(NAME, "full", setting)
+        == f"case '{NAME}', command line: {line}; see docs/cases.md"
     )
 
 
 def test_deep_settings_are_refused() -> None:
-    assert "tune.env: must be a table" in refusal(NAME, "full", "tune.env=" + "[" * 100_000)
+    assert "tune.env: must be a table" in get_resolve_error(
+        NAME, "full", "tune.env=" + "[" * 100_000
+    )
 
 
 def test_lists_are_not_settable_but_read() -> None:
     """No settable key is a list; one given for a list is read as one and then refused by its type."""
     assert not [key for key in resolve.list_settable_keys() if key in ("engines", "divisions")]
-    assert "(it is ['a', 'b'])" in refusal(NAME, "full", 'tune.attention=["a", "b"]')
+    assert "(it is ['a', 'b'])" in get_resolve_error(NAME, "full", 'tune.attention=["a", "b"]')
 
 
 def test_later_settings_win() -> None:
@@ -136,7 +142,7 @@ def test_a_setting_does_not_stay_for_the_next_case() -> None:
 
 
 # Settable keys that this case lacks: those of other data, gates and kinds.
-OTHER_KIND = {
+KEYS_OF_OTHER_KINDS = {
     f"question.data.{key}"
     for key in (
         "rows",
@@ -151,11 +157,16 @@ OTHER_KIND = {
         "last_target",
     )
 }
-OTHER_KIND |= {
+KEYS_OF_OTHER_KINDS |= {
     f"published.{name}" for task in tasks.load_tasks().values() for name in task.published_facts
 }
-OTHER_KIND |= {"gate.below", "gate.reach", "question.model.dropout", "question.data.made.held_out"}
-OTHER_KIND |= {
+KEYS_OF_OTHER_KINDS |= {
+    "gate.below",
+    "gate.reach",
+    "question.model.dropout",
+    "question.data.made.held_out",
+}
+KEYS_OF_OTHER_KINDS |= {
     "question.data.made.queries",
     "question.data.made.entities",
     *(key for key in resolve.list_settable_keys() if key.startswith("question.train")),
@@ -164,22 +175,22 @@ OTHER_KIND |= {
 
 def test_every_settable_key_can_be_set(tmp_path: Path) -> None:
     """Each key that --set lists can be set to the value it has."""
-    made = "\n[question.data.made]\nsubjects = 2\nquestions = 2\n"
+    made_data = "\n[question.data.made]\nsubjects = 2\nquestions = 2\n"
     gate = "\n[gate]\nmetric = 'acc'\ntarget = 0.5\nwithin = 0.1\nagree_within = 0.1\n"
-    path = own(tmp_path, OWN + made + gate)
+    path = write_own_case(tmp_path, OWN_CASE + made_data + gate)
     before = resolve.resolve_case(path).case
     for key in resolve.list_settable_keys():
-        value = leaf(before, key) if key not in OTHER_KIND else None
+        value = get_leaf(before, key) if key not in KEYS_OF_OTHER_KINDS else None
         if value is not None:
             assert (
-                resolve.resolve_case(path, settings=[f"{key}={as_toml(value)}"]).case == before
+                resolve.resolve_case(path, settings=[f"{key}={format_toml(value)}"]).case == before
             ), key
 
 
-def as_toml(value: object) -> str:
+def format_toml(value: object) -> str:
     """Return the value as TOML text for `--set`."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json", exclude_none=True)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {as_toml(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {format_toml(item)}" for key, item in value.items()) + "}"
     return json.dumps(value)

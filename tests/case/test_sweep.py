@@ -7,15 +7,15 @@ from steelyard.case.sweep import SweepAxis
 from steelyard.errors import RequestError
 
 
-def test_axes() -> None:
-    told = [
+def test_axes_are_parsed() -> None:
+    typed = [
         "tune.micro_batch=1, 2,4",
         "recompute=none,full",
         'env.NCCL_ALGO="ring,tree",ring',
         "devices=1,2",
         "parallel=TP2",
     ]
-    assert sweep.parse_axes(told, {"tune.batch_tokens": "--set tune.batch_tokens=9"}) == (
+    assert sweep.parse_axes(typed, {"tune.batch_tokens": "--set tune.batch_tokens=9"}) == (
         SweepAxis("tune.micro_batch", ("1", "2", "4")),
         SweepAxis("tune.recompute", ("none", "full")),
         SweepAxis("tune.env.NCCL_ALGO", ('"ring,tree"', "ring")),
@@ -111,13 +111,13 @@ def test_the_last_axis_changes_first() -> None:
         ),
     ],
 )
-def test_refusals(told: list[str], given: dict[str, str], said: str) -> None:
+def test_malformed_sweeps_are_refused(told: list[str], given: dict[str, str], said: str) -> None:
     with pytest.raises(RequestError) as caught:
         sweep.parse_axes(told, given)
     assert said in str(caught.value)
 
 
-def test_what_is_refused_names_its_point() -> None:
+def test_a_refusal_names_its_point() -> None:
     with (
         pytest.raises(RequestError, match=r"^point tune\.parallel=TP3 devices=3: no$"),
         sweep.name_point_in_errors((("tune.parallel", "TP3"), ("devices", "3"))),

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from fixtures.commands import CASE, SMOKE, Shell, finish
+from fixtures.commands import CASE, SMOKE, Shell, wait_for_result
 from fixtures.golden import golden
 from steelyard.case import resolve
 from steelyard.record import record
 
 
-def test_json_is_all_there_is_on_stdout(shell: Shell, smoke: dict[str, Path]) -> None:
+def test_json_is_the_only_output_on_stdout(shell: Shell, smoke: dict[str, Path]) -> None:
     page = shell.folder / "page.html"
     for verb, keys in {
         ("list",): {"cases", "engines", "accelerators", "launchers"},
@@ -48,33 +48,33 @@ def test_json_is_all_there_is_on_stdout(shell: Shell, smoke: dict[str, Path]) ->
             "additionalProperties",
         },
     }.items():
-        done = shell(*verb, "--json")
-        assert (done.code, done.err) == (0, ""), verb
-        assert keys <= done.json().keys(), verb
+        result = shell(*verb, "--json")
+        assert (result.code, result.err) == (0, ""), verb
+        assert keys <= result.json().keys(), verb
     assert page.read_text().lstrip().startswith("<!")
 
 
-def test_run_json(shell: Shell) -> None:
-    done = shell(*SMOKE, "--passes", "val", "--repeat", "2", "--out", shell.out, "--json")
-    assert (done.code, done.err) == (0, "")
-    found = done.json()
-    assert found.keys() == {"records", "repeats"}
+def test_run_json_holds_records_and_repeats(shell: Shell) -> None:
+    result = shell(*SMOKE, "--passes", "val", "--repeat", "2", "--out", shell.out, "--json")
+    assert (result.code, result.err) == (0, "")
+    answer = result.json()
+    assert answer.keys() == {"records", "repeats"}
     stored = [
         record.record_to_english_json(record.read_record(path))
         for path in sorted(shell.out.iterdir())
     ]
-    assert sorted(found["records"], key=lambda one: one["id"]) == sorted(
-        stored, key=lambda one: one["id"]
+    assert sorted(answer["records"], key=lambda entry: entry["id"]) == sorted(
+        stored, key=lambda entry: entry["id"]
     )
-    assert len({one["id"] for one in found["records"]}) == 2
-    [group] = found["repeats"]
+    assert len({entry["id"] for entry in answer["records"]}) == 2
+    [group] = answer["repeats"]
     assert (group["case"], group["config"], group["not_valid"]) == (CASE, "1x1", [])
-    assert group["records"] == [one["id"] for one in found["records"]]
-    rates = [one["metrics"]["tokens_per_device_s"]["value"] for one in found["records"]]
-    told = group["metrics"]["rate"]
-    assert (told["runs"], told["lowest"], told["highest"]) == (2, min(rates), max(rates))
-    assert told["mean"] == pytest.approx(sum(rates) / 2)
-    assert told["interval_from"] == "runs"
+    assert group["records"] == [entry["id"] for entry in answer["records"]]
+    rates = [entry["metrics"]["tokens_per_device_s"]["value"] for entry in answer["records"]]
+    rate = group["metrics"]["rate"]
+    assert (rate["runs"], rate["lowest"], rate["highest"]) == (2, min(rates), max(rates))
+    assert rate["mean"] == pytest.approx(sum(rates) / 2)
+    assert rate["interval_from"] == "runs"
 
 
 @pytest.mark.parametrize(
@@ -163,21 +163,21 @@ def test_run_json(shell: Shell) -> None:
     ids=lambda value: "_".join(map(str, value))[-40:] if isinstance(value, tuple) else "",
 )
 def test_mistakes_get_one_line(shell: Shell, arguments: tuple[str, ...], said: str) -> None:
-    done = shell.ask(*arguments)
-    assert (done.code, done.out) == (2, ""), done.err
-    assert len(done.lines) == 1, done.err
-    assert done.err.startswith("error: ")
-    assert said in done.err
+    result = shell.run_in_process(*arguments)
+    assert (result.code, result.out) == (2, ""), result.err
+    assert len(result.lines) == 1, result.err
+    assert result.err.startswith("error: ")
+    assert said in result.err
     assert list(shell.folder.glob("**/*.json")) == []
 
 
-def test_page_that_cannot_be_written(shell: Shell, smoke: dict[str, Path]) -> None:
-    done = shell("report", smoke["closed"], "--to", shell.folder / "no" / "page.html")
-    assert (done.code, len(done.lines)) == (2, 1)
-    assert golden("cannot-be-written-no-such-file") in done.err
+def test_page_that_cannot_be_written_is_refused(shell: Shell, smoke: dict[str, Path]) -> None:
+    result = shell("report", smoke["closed"], "--to", shell.folder / "no" / "page.html")
+    assert (result.code, len(result.lines)) == (2, 1)
+    assert golden("cannot-be-written-no-such-file") in result.err
 
 
-def test_reader_that_has_gone(shell: Shell) -> None:
+def test_closed_stdout_ends_without_a_traceback(shell: Shell) -> None:
     """`steelyard show … | head -1` ends without a traceback."""
     command = [sys.executable, "-m", "steelyard", "show", CASE]
     read, write = os.pipe()
@@ -190,17 +190,22 @@ def test_reader_that_has_gone(shell: Shell) -> None:
     assert process.returncode == 1
 
 
-def test_stdout_that_is_full(shell: Shell) -> None:
-    with Path("/dev/full").open("w") as full:
+def test_full_stdout_ends_with_one_line(shell: Shell) -> None:
+    with Path("/dev/full").open("w") as full_device:
         command = [sys.executable, "-m", "steelyard", "show", CASE]
-        done = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, env=shell.env(), text=True, check=False
+        result = subprocess.run(
+            command,
+            stdout=full_device,
+            stderr=subprocess.PIPE,
+            env=shell.env(),
+            text=True,
+            check=False,
         )
-    assert done.returncode == 1
-    assert done.stderr == golden("error-stdout-cannot-be-written-no")
+    assert result.returncode == 1
+    assert result.stderr == golden("error-stdout-cannot-be-written-no")
 
 
-LIST = """
+LIST_AND_SHOW_PROGRAM = """
 import sys
 from steelyard.cli import app
 app(["list"], standalone_mode=False)
@@ -211,14 +216,18 @@ sys.stderr.write(" ".join(heavy))
 
 
 def test_list_and_show_import_nothing_heavy(shell: Shell) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIST], env=shell.env(), capture_output=True, text=True, check=True
+    result = subprocess.run(
+        [sys.executable, "-c", LIST_AND_SHOW_PROGRAM],
+        env=shell.env(),
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert done.stderr == ""
-    assert CASE in done.stdout
+    assert result.stderr == ""
+    assert CASE in result.stdout
 
 
-PARENT = """
+PARENT_PROGRAM = """
 import sys
 from steelyard.cli import app
 code = app(sys.argv[1:], standalone_mode=False)
@@ -228,33 +237,42 @@ sys.stdout.write(f"code {code} {heavy}")
 
 
 def test_parent_of_a_run_never_imports_torch(shell: Shell) -> None:
-    command = [sys.executable, "-c", PARENT, *SMOKE, "--passes", "val", "--out", str(shell.out)]
-    done = subprocess.run(command, env=shell.env(), capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("code 0 []")
+    command = [
+        sys.executable,
+        "-c",
+        PARENT_PROGRAM,
+        *SMOKE,
+        "--passes",
+        "val",
+        "--out",
+        str(shell.out),
+    ]
+    result = subprocess.run(command, env=shell.env(), capture_output=True, text=True, check=True)
+    assert result.stdout.endswith("code 0 []")
 
 
-def test_own_case_file(shell: Shell) -> None:
+def test_user_case_file_runs_and_verifies(shell: Shell) -> None:
     text = (resources.files("steelyard") / "cases" / f"{CASE}.toml").read_text()
     text = text.replace(f'name = "{CASE}"', 'name = "mine"').replace(
         "questions = 12", "questions = 3"
     )
     (shell.folder / "mine.toml").write_text(text)
-    done = shell(
+    result = shell(
         "run", "./mine.toml", "--size", "smoke", "--accelerator", "cpu", "--out", shell.out
     )
-    assert done.code == 0, done.err
+    assert result.code == 0, result.err
     (record,) = shell.records()
     assert (record["case"]["name"], record["data"]["rows"]) == ("mine", 12)
     assert shell("verify", shell.out).code == 0
-    assert "mine" in done.out
+    assert "mine" in result.out
     (shell.folder / "mine.toml").write_text(text + "\n[extra]\nkey = 1\n")
-    wrong = shell("show", "./mine.toml")
-    assert (wrong.code, len(wrong.lines)) == (2, 1)
-    assert "unknown key 'extra'" in wrong.err
+    refused = shell("show", "./mine.toml")
+    assert (refused.code, len(refused.lines)) == (2, 1)
+    assert "unknown key 'extra'" in refused.err
 
 
 def test_show_says_where_values_come_from(shell: Shell) -> None:
-    done = shell(
+    result = shell(
         "show",
         CASE,
         "--size",
@@ -265,7 +283,7 @@ def test_show_says_where_values_come_from(shell: Shell) -> None:
         "fp16",
         "--json",
     )
-    rows = {row["key"]: (row["value"], row["origin"]) for row in done.json()["values"]}
+    rows = {row["key"]: (row["value"], row["origin"]) for row in result.json()["values"]}
     assert rows["tune.batch_tokens"] == (99, "command line")
     assert rows["question.model.layers"] == (2, "case, size smoke")
     assert rows["question.data.shots"] == (5, "case")
@@ -275,20 +293,24 @@ def test_show_says_where_values_come_from(shell: Shell) -> None:
 
 @pytest.mark.full
 def test_smoke_runs_every_case_in_every_division(shell: Shell) -> None:
-    done = finish(shell.start("run", "smoke", "--accelerator", "cpu", "--out", shell.out), 300)
+    result = wait_for_result(
+        shell.start("run", "smoke", "--accelerator", "cpu", "--out", shell.out), 300
+    )
     records = shell.records()
-    wanted = {
-        (name, one)
+    expected = {
+        (name, entry)
         for name in resolve.list_shipped_cases()
-        for one in resolve.resolve_case(name, "smoke").case.divisions
+        for entry in resolve.resolve_case(name, "smoke").case.divisions
     }
-    assert {(one["case"]["name"], one["case"]["division"]) for one in records} == wanted
-    assert {one["case"]["size"] for one in records} == {"smoke"}
+    assert {(entry["case"]["name"], entry["case"]["division"]) for entry in records} == expected
+    assert {entry["case"]["size"] for entry in records} == {"smoke"}
     # Without a terminal, stderr holds only two lines per record; the table goes to stdout.
     number = len(records)
-    begun, ended = done.lines[::2], done.lines[1::2]
-    assert [line.split()[0] for line in begun] == [f"[{i}/{number}]" for i in range(1, number + 1)]
-    assert sorted(ended) == sorted(f"valid: {path}" for path in shell.out.iterdir())
-    assert done.out.count("valid") == number
-    assert max(map(len, done.out.splitlines())) <= 80
-    assert "\x1b" not in done.out + done.err
+    start_lines, end_lines = result.lines[::2], result.lines[1::2]
+    assert [line.split()[0] for line in start_lines] == [
+        f"[{i}/{number}]" for i in range(1, number + 1)
+    ]
+    assert sorted(end_lines) == sorted(f"valid: {path}" for path in shell.out.iterdir())
+    assert result.out.count("valid") == number
+    assert max(map(len, result.out.splitlines())) <= 80
+    assert "\x1b" not in result.out + result.err

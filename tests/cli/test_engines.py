@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from fixtures.commands import CASE, SMOKE, Shell
-from fixtures.engines import scored
+from fixtures.engines import make_scoring_record
 from fixtures.golden import golden
 from steelyard.case.request import EngineSettings, Request
 from steelyard.case.resolve import resolve_case
 from steelyard.cli import execute_runs as verb
 from steelyard.cli.printing import OutputOptions
 from steelyard.cli.requests import split_engines_and_settings
-from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine import engine_rows
 from steelyard.errors import RequestError
 
 INSTALLED = ("torch", "transformers", "reference")
@@ -31,7 +31,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def asked(
+def make_requests(
     *changes: str,
     case: str = CASE,
     division: str | None = None,
@@ -40,10 +40,10 @@ def asked(
 ) -> list[Request]:
     """Return a smoke request on the CPU for each known engine; `changes` are settings of the case."""
     resolved = resolve_case(case, "smoke", precision, division, list(changes))
-    every = split_engines_and_settings("all", [])[0]
+    engines = split_engines_and_settings("all", [])[0]
     return [
         Request(resolved, engine=name, accelerator="cpu", out=Path("records"), **options)
-        for name, _ in every
+        for name, _ in engines
     ]
 
 
@@ -51,7 +51,7 @@ def asked(
     ("requests", "able", "reasons"),
     [
         (
-            asked(),
+            make_requests(),
             ["torch", "transformers"],
             {
                 "reference": (
@@ -72,7 +72,7 @@ def asked(
             },
         ),
         (
-            asked(division="open"),
+            make_requests(division="open"),
             ["torch"],
             {
                 "transformers": (
@@ -95,71 +95,73 @@ def asked(
     ],
     ids=["closed", "open"],
 )
-def test_those_that_cannot_are_named_with_the_reason(
+def test_engines_that_cannot_run_are_named_with_the_reason(
     requests: list[Request], able: list[str], reasons: dict[str, str]
 ) -> None:
     runs, left_out = verb.check_engine_requests(requests)
-    assert [one.engine.name for one in runs] == able
-    assert {one.engine: one.reason for one in left_out} == reasons
-    assert {one.case for one in left_out} == {CASE}
+    assert [entry.engine.name for entry in runs] == able
+    assert {entry.engine: entry.reason for entry in left_out} == reasons
+    assert {entry.case for entry in left_out} == {CASE}
 
 
-def test_a_plan_that_an_engine_cannot_divide_leaves_it_out() -> None:
+def test_engine_that_cannot_divide_the_plan_is_left_out() -> None:
     runs, left_out = verb.check_engine_requests(
-        asked("tune.parallel=TP2", case="aquila2-34b-lambada", devices=2)
+        make_requests("tune.parallel=TP2", case="aquila2-34b-lambada", devices=2)
     )
-    assert [one.engine.name for one in runs] == ["torch"]
+    assert [entry.engine.name for entry in runs] == ["torch"]
     assert left_out[0].engine == "transformers"
     assert left_out[0].reason.startswith(golden("engine-transformers-holds-whole-model-on"))
 
 
-def test_a_precision_that_an_engine_does_not_train_in_leaves_it_out() -> None:
+def test_engine_that_does_not_train_in_the_precision_is_left_out() -> None:
     runs, left_out = verb.check_engine_requests(
-        asked(case="llama1-7b-openwebtext", precision="bf16-pure")
+        make_requests(case="llama1-7b-openwebtext", precision="bf16-pure")
     )
-    assert [one.engine.name for one in runs] == ["torch", "transformers"]
-    reasons = {one.engine: one.reason for one in left_out}
+    assert [entry.engine.name for entry in runs] == ["torch", "transformers"]
+    reasons = {entry.engine: entry.reason for entry in left_out}
     assert reasons["paddle"] == golden("engine-paddle-does-not-train-in")
 
 
-def test_a_program_that_is_not_here_or_a_pass_that_it_lacks_leaves_an_engine_out(
+def test_engine_without_its_program_or_a_pass_is_left_out(
     tmp_path: Path,
 ) -> None:
-    runs, left_out = verb.check_engine_requests(asked(case="llama1-7b-openwebtext"))
-    assert [one.engine.name for one in runs] == ["torch", "transformers"]
-    reasons = {one.engine: one.reason for one in left_out}
+    runs, left_out = verb.check_engine_requests(make_requests(case="llama1-7b-openwebtext"))
+    assert [entry.engine.name for entry in runs] == ["torch", "transformers"]
+    reasons = {entry.engine: entry.reason for entry in left_out}
     assert reasons["flagscale"] == golden("engine-flagscale-runs-checkout-of-flagscale")
     (tmp_path / "run.py").touch()
-    *others, flagscale = asked(case="llama1-7b-openwebtext", passes=("train", "after"))
+    *others, flagscale = make_requests(case="llama1-7b-openwebtext", passes=("train", "after"))
     runs, left_out = verb.check_engine_requests(
         [*others, replace(flagscale, engine_settings=EngineSettings(checkout=tmp_path))]
     )
-    assert {one.engine: one.reason for one in left_out}["flagscale"] == golden(
+    assert {entry.engine: entry.reason for entry in left_out}["flagscale"] == golden(
         "passes-no-pass-after-allowed-train"
     )
 
 
-def test_what_no_engine_can_is_a_wrong_request() -> None:
+def test_request_that_no_engine_can_run_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         verb.check_engine_requests(
             [
                 request
-                for request in asked(division="open")
+                for request in make_requests(division="open")
                 if request.engine in ("transformers", "paddle")
             ]
         )
     assert str(caught.value) == (golden("no-engine-can-do-it-transformers", CASE, CASE, CASE))
 
 
-def ran(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> list[str]:
+def fake_runs(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> list[str]:
     """Replace real runs by made-up records with these answers by engine; return the list to which
     each run adds its engine's name.
     """
     names: list[str] = []
 
-    def carry_out(one: Any, output: Any, allocation: Any, place: Any) -> Any:
-        names.append(one.request.engine)
-        return scored(one.request.engine, answers[one.request.engine], id=f"{len(names):032x}")
+    def carry_out(checked: Any, output: Any, allocation: Any, position: Any) -> Any:
+        names.append(checked.request.engine)
+        return make_scoring_record(
+            checked.request.engine, answers[checked.request.engine], id=f"{len(names):032x}"
+        )
 
     monkeypatch.setattr(verb, "execute_run", carry_out)
     return names
@@ -168,27 +170,27 @@ def ran(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> list[str]:
 def test_repeated_engines_take_turns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 7 + "B"})
-    assert verb.run_engines(asked(), 3, OutputOptions()) == 0
+    names = fake_runs(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 7 + "B"})
+    assert verb.run_engines(make_requests(), 3, OutputOptions()) == 0
     assert names == ["torch", "transformers"] * 3
-    told = capsys.readouterr()
-    assert [line.split(":")[:2] for line in told.err.splitlines()] == [
+    captured = capsys.readouterr()
+    assert [line.split(":")[:2] for line in captured.err.splitlines()] == [
         ["left out", f" {name}"] for name in ("reference", "megatron", "paddle", "flagscale")
     ]
-    assert told.out.startswith(
+    assert captured.out.startswith(
         "Engines: llama2-7b-mmlu · full · bf16 · closed · full · NVIDIA H200\n"
     )
-    assert "1 of 8" in told.out
+    assert "1 of 8" in captured.out
 
 
 def test_json_has_the_comparison(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 7 + "B"})
-    assert verb.run_engines(asked(), 1, OutputOptions(json=True)) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [one["id"] for one in told["records"]] == [f"{n:032x}" for n in (1, 2)]
-    assert [one["engine"] for one in told["engines"]["left_out"]] == [
+    fake_runs(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 7 + "B"})
+    assert verb.run_engines(make_requests(), 1, OutputOptions(json=True)) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [entry["id"] for entry in answer["records"]] == [f"{n:032x}" for n in (1, 2)]
+    assert [entry["engine"] for entry in answer["engines"]["left_out"]] == [
         "reference",
         "megatron",
         "paddle",
@@ -202,13 +204,13 @@ def test_json_has_the_comparison(
         "interval_from": None,
     }
     numbers |= {"mfu": 0.25, "mem": 10.0, "quality": 0.5, "valid": 1}
-    apart = {
+    answer_differences = {
         "chosen": {"items": 8, "other": 1, "largest": None, "tokens": None},
         "loss": None,
         "grad_norm": None,
         "quality": 0.0,
     }
-    assert told["engines"]["groups"] == [
+    assert answer["engines"]["groups"] == [
         {
             "case": CASE,
             "key": "4be1c0ffee123456",
@@ -229,7 +231,7 @@ def test_json_has_the_comparison(
                 {
                     "engine": "transformers",
                     "base": False,
-                    "answers": apart,
+                    "answers": answer_differences,
                     **numbers,
                     "records": [f"{2:032x}"],
                 },
@@ -241,54 +243,54 @@ def test_json_has_the_comparison(
 def test_an_interrupted_run_is_the_last(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 8})
-    monkeypatch.setattr(verb, "is_interrupted", lambda made: len(names) == 2)
-    assert verb.run_engines(asked(), 2, OutputOptions()) == 1
+    names = fake_runs(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 8})
+    monkeypatch.setattr(verb, "is_interrupted", lambda record: len(names) == 2)
+    assert verb.run_engines(make_requests(), 2, OutputOptions()) == 1
     assert names == ["torch", "transformers"]
     capsys.readouterr()
 
 
-def test_an_engine_that_its_worker_finds_unable_is_not_asked_again(
+def test_engine_refused_by_its_worker_is_not_run_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names: list[str] = []
 
-    def carry_out(one: Any, output: Any, allocation: Any, place: Any) -> Any:
-        names.append(one.request.engine)
-        if one.request.engine in unable:
+    def carry_out(checked: Any, output: Any, allocation: Any, position: Any) -> Any:
+        names.append(checked.request.engine)
+        if checked.request.engine in unable:
             raise RequestError("weights of another layout")
-        return scored(one.request.engine, "A" * 8)
+        return make_scoring_record(checked.request.engine, "A" * 8)
 
     monkeypatch.setattr(verb, "execute_run", carry_out)
     unable = {"transformers"}
-    assert verb.run_engines(asked(), 2, OutputOptions(json=True)) == 0
+    assert verb.run_engines(make_requests(), 2, OutputOptions(json=True)) == 0
     assert names == ["torch", "transformers", "torch"]
-    told = capsys.readouterr()
-    assert json.loads(told.out)["engines"]["left_out"][-1] == {
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["engines"]["left_out"][-1] == {
         "engine": "transformers",
         "case": CASE,
         "reason": "weights of another layout",
     }
-    assert told.err.splitlines()[-1] == golden("left-out-transformers-weights-of-another")
+    assert captured.err.splitlines()[-1] == golden("left-out-transformers-weights-of-another")
     unable = {"torch", "transformers"}
     with pytest.raises(
         RequestError,
         match="no engine can do it: torch: weights of another layout; transformers: weights",
     ):
-        verb.run_engines(asked(), 2, OutputOptions(json=True))
+        verb.run_engines(make_requests(), 2, OutputOptions(json=True))
 
 
-def test_one_engine_alone_has_a_table_of_runs(
+def test_single_engine_gets_a_table_of_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ran(monkeypatch, {"torch": "A" * 8})
-    assert verb.run_engines(asked(division="open"), 1, OutputOptions()) == 0
-    told = capsys.readouterr()
-    assert told.out.startswith(f"{CASE} · size full · closed · torch · bf16\n")
-    assert told.err.splitlines()[-1] == golden("no-engine-table-it-needs-finished")
+    fake_runs(monkeypatch, {"torch": "A" * 8})
+    assert verb.run_engines(make_requests(division="open"), 1, OutputOptions()) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"{CASE} · size full · closed · torch · bf16\n")
+    assert captured.err.splitlines()[-1] == golden("no-engine-table-it-needs-finished")
 
 
-def test_where_each_engine_lives() -> None:
+def test_engine_settings_may_name_their_engine() -> None:
     chosen, others = split_engines_and_settings(
         "all", ["engine.python=megatron:a/b:c", "tune.warmup=1", "engine.python=torch:d"]
     )
@@ -334,23 +336,25 @@ def test_where_each_engine_lives() -> None:
         (("--steps", "0"), "--steps 0: must be at least 1"),
     ],
 )
-def test_requests_that_are_wrong(arguments: tuple[str, ...], reason: str, shell: Shell) -> None:
-    done = shell.ask(*SMOKE, "--engine", "all", *arguments)
-    assert (done.code, done.lines[-1]) == (2, f"error: {reason}")
+def test_wrong_requests_for_all_engines_are_refused(
+    arguments: tuple[str, ...], reason: str, shell: Shell
+) -> None:
+    result = shell.run_in_process(*SMOKE, "--engine", "all", *arguments)
+    assert (result.code, result.lines[-1]) == (2, f"error: {reason}")
 
 
 @pytest.mark.full
-def test_engines_run_in_turn_and_answer_alike(shell: Shell) -> None:
+def test_real_engines_give_equal_answers(shell: Shell) -> None:
     """In real runs torch and transformers give equal answers on one question, and the report of
     their folder says so.
     """
     pytest.importorskip("transformers")
-    done = shell(*SMOKE, "--engine", "all", "--passes", "infer", "--out", shell.out, "--json")
-    assert done.code == 0, done.err
-    told = done.json()
-    [group] = told["engines"]["groups"]
+    result = shell(*SMOKE, "--engine", "all", "--passes", "infer", "--out", shell.out, "--json")
+    assert result.code == 0, result.err
+    answer = result.json()
+    [group] = answer["engines"]["groups"]
     rows = {row["engine"]: row for row in group["rows"]}
-    assert [one["engine"]["name"] for one in told["records"]][:2] == ["torch", "transformers"]
+    assert [entry["engine"]["name"] for entry in answer["records"]][:2] == ["torch", "transformers"]
     assert rows["torch"]["answers"] is None
     assert rows["transformers"]["answers"]["chosen"] == {
         "items": 48,

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from fixtures.commands import Shell
-from fixtures.records import RESULTS, SPECS, published
+from fixtures.records import RESULTS, SPECS, copy_published_record
 
 LAMBADA = "aquila2-34b-lambada-smoke"
 ALPACA = "aquila2-7b-alpaca-smoke"
@@ -22,18 +22,18 @@ ALPACA = "aquila2-7b-alpaca-smoke"
 @pytest.fixture
 def records(tmp_path: Path) -> list[Path]:
     """Return copies of two published records."""
-    return [published(name, tmp_path / "records") for name in (LAMBADA, ALPACA)]
+    return [copy_published_record(name, tmp_path / "records") for name in (LAMBADA, ALPACA)]
 
 
-def test_csv(shell: Shell, records: list[Path]) -> None:
-    done = shell("report", *records, "--format", "csv")
-    assert (done.code, done.err) == (0, "")
-    heads, *rows = csv.reader(io.StringIO(done.out, newline=""))
-    assert [row[heads.index("case")] for row in rows] == [
+def test_csv_has_one_row_per_record(shell: Shell, records: list[Path]) -> None:
+    result = shell("report", *records, "--format", "csv")
+    assert (result.code, result.err) == (0, "")
+    header, *rows = csv.reader(io.StringIO(result.out, newline=""))
+    assert [row[header.index("case")] for row in rows] == [
         LAMBADA.removesuffix("-smoke"),
         ALPACA.removesuffix("-smoke"),
     ]
-    assert [row[heads.index("id")] for row in rows] == [
+    assert [row[header.index("id")] for row in rows] == [
         json.loads(path.read_bytes())["id"] for path in records
     ]
     file = shell.folder / "runs.csv"
@@ -44,54 +44,54 @@ def test_csv(shell: Shell, records: list[Path]) -> None:
     assert (raw.count(b"\r\n"), raw.count(b"\n")) == (3, 3)
 
 
-def test_json_is_data_of_its_schema(shell: Shell, records: list[Path]) -> None:
-    done = shell("report", *records, "--json")
+def test_json_matches_its_schema(shell: Shell, records: list[Path]) -> None:
+    result = shell("report", *records, "--json")
     schema = shell("schema", "report").json()
-    jsonschema.Draft202012Validator(schema).validate(done.json())
+    jsonschema.Draft202012Validator(schema).validate(result.json())
     assert schema["title"] == "Steelyard report"
-    assert [one["case"] for one in done.json()["cases"]] == [
+    assert [entry["case"] for entry in result.json()["cases"]] == [
         LAMBADA.removesuffix("-smoke"),
         ALPACA.removesuffix("-smoke"),
     ]
-    assert done.json()["pages"] == []
+    assert result.json()["pages"] == []
     page = shell.folder / "page.md"
-    both = shell("report", *records, "--json", "--format", "md", "--to", page).json()
-    assert both["pages"] == [{"format": "md", "lang": "en", "path": str(page)}]
+    with_page = shell("report", *records, "--json", "--format", "md", "--to", page).json()
+    assert with_page["pages"] == [{"format": "md", "lang": "en", "path": str(page)}]
     assert page.read_text().startswith("# ")
-    assert both | {"pages": []} == done.json()
+    assert with_page | {"pages": []} == result.json()
 
 
 def test_json_of_spec_records(shell: Shell) -> None:
-    found = shell("report", SPECS[0], "--json").json()
-    assert [one["id"] for one in found["specs"]] == [json.loads(SPECS[0].read_bytes())["id"]]
+    answer = shell("report", SPECS[0], "--json").json()
+    assert [entry["id"] for entry in answer["specs"]] == [json.loads(SPECS[0].read_bytes())["id"]]
 
 
-def test_flagperf_pages_follow_one_another(shell: Shell, records: list[Path]) -> None:
-    done = shell("report", *records, "--layout", "flagperf", "--lang", "zh")
-    assert (done.code, done.err) == (0, "")
-    first, second = done.out.split("\n---\n\n")
+def test_flagperf_pages_are_joined_in_one_file(shell: Shell, records: list[Path]) -> None:
+    result = shell("report", *records, "--layout", "flagperf", "--lang", "zh")
+    assert (result.code, result.err) == (0, "")
+    first, second = result.out.split("\n---\n\n")
     assert first.startswith("### 1. 推理数据集\n> Download website：/\n")
     assert "* 性能指标" in second
     file = shell.folder / "both.md"
     assert shell(
         "report", *records, "--layout", "flagperf", "--lang", "zh", "--to", file
     ).lines == [f"page: {file}"]
-    assert file.read_text() == done.out
+    assert file.read_text() == result.out
 
 
-def test_flagperf_pages_in_a_folder(shell: Shell, records: list[Path]) -> None:
+def test_flagperf_pages_are_written_to_a_folder(shell: Shell, records: list[Path]) -> None:
     folder = shell.folder / "new" / "pages"
-    done = shell("report", *records, "--layout", "flagperf", "--to", folder)
+    result = shell("report", *records, "--layout", "flagperf", "--to", folder)
     written = sorted(folder.iterdir())
     device = json.loads(records[0].read_bytes())["environment"]["hardware"]["devices"][0][
         "name"
     ].replace(" ", "_")
     assert [path.name for path in written] == [f"{LAMBADA}-{device}.md", f"{ALPACA}-{device}.md"]
-    assert sorted(done.lines) == [f"page: {path}" for path in written]
-    told = shell("report", *records, "--layout", "flagperf", "--to", folder, "--json").json()[
+    assert sorted(result.lines) == [f"page: {path}" for path in written]
+    pages = shell("report", *records, "--layout", "flagperf", "--to", folder, "--json").json()[
         "pages"
     ]
-    assert sorted(one["path"] for one in told) == [str(path) for path in written]
+    assert sorted(entry["path"] for entry in pages) == [str(path) for path in written]
     assert written[0].read_text().startswith("### 1. Inference dataset\n")
 
 
@@ -118,24 +118,24 @@ def test_flagperf_pages_in_a_folder(shell: Shell, records: list[Path]) -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_one_line(
+def test_contradictory_options_get_one_line(
     shell: Shell, arguments: tuple[str, ...], said: str
 ) -> None:
-    done = shell("report", RESULTS / "cpu", *arguments)
-    assert (done.code, done.out, done.lines) == (2, "", [f"error: {said}"])
+    result = shell("report", RESULTS / "cpu", *arguments)
+    assert (result.code, result.out, result.lines) == (2, "", [f"error: {said}"])
 
 
-def test_spec_records_have_no_rows(shell: Shell) -> None:
+def test_spec_records_have_no_csv_or_flagperf_form(shell: Shell) -> None:
     for arguments in (("--format", "csv"), ("--layout", "flagperf")):
-        done = shell("report", SPECS[0], *arguments)
-        assert (done.code, len(done.lines)) == (2, 1)
-        assert "kind spec" in done.lines[0]
+        result = shell("report", SPECS[0], *arguments)
+        assert (result.code, len(result.lines)) == (2, 1)
+        assert "kind spec" in result.lines[0]
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(shell: Shell, records: list[Path]) -> None:
-    done = shell("report", records[0], "--layout", "flagperf", "--to", records[1])
-    assert (done.code, len(done.lines)) == (2, 1)
-    assert "is no folder that can be made" in done.lines[0]
+def test_uncreatable_folder_gets_one_line(shell: Shell, records: list[Path]) -> None:
+    result = shell("report", records[0], "--layout", "flagperf", "--to", records[1])
+    assert (result.code, len(result.lines)) == (2, 1)
+    assert "is no folder that can be made" in result.lines[0]
 
 
 def test_help_fits_80_columns(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

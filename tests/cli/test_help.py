@@ -21,116 +21,118 @@ GROUPS = {
     "weights": ("get", "list", "inspect", "convert"),
     "data": ("get", "list", "pack", "inspect"),
 }
-EVERY = (
+ALL_COMMANDS = (
     (),
     *((verb,) for verb in COMMANDS),
     *((group,) for group in GROUPS),
     *((g, v) for g, verbs in GROUPS.items() for v in verbs),
 )
-FIRST = ("--data", "--weights", "--size", "--engine", "--devices", "--model", "--task")
+MOST_USED_OPTIONS = ("--data", "--weights", "--size", "--engine", "--devices", "--model", "--task")
 
 
-def examples(text: str) -> list[str]:
+def find_examples(text: str) -> list[str]:
     """Return the commands in the examples of a help text."""
     return re.findall(
         r"steelyard (?:[^\n]*\\\n)*[^\n]*", text.split("Example", 1)[1].split("\n\n")[0]
     )
 
 
-def options(of: typer.Typer) -> "list[tuple[str, typer.models.OptionInfo]]":
+def list_options(application: typer.Typer) -> "list[tuple[str, typer.models.OptionInfo]]":
     """Return each option of all commands of a typer application: the parameter's name and its
     declaration.
     """
-    verbs = [one.callback for one in of.registered_commands if one.callback]
+    verbs = [entry.callback for entry in application.registered_commands if entry.callback]
     hints = [hint for verb in verbs for hint in get_type_hints(verb, include_extras=True).items()]
-    own = [(name, info) for name, hint in hints for info in getattr(hint, "__metadata__", ())]
+    annotated = [(name, info) for name, hint in hints for info in getattr(hint, "__metadata__", ())]
     groups = [
-        one
-        for group in of.registered_groups
-        for one in options(group.typer_instance or typer.Typer())
+        entry
+        for group in application.registered_groups
+        for entry in list_options(group.typer_instance or typer.Typer())
     ]
-    return [one for one in own if isinstance(one[1], typer.models.OptionInfo)] + groups
+    return [entry for entry in annotated if isinstance(entry[1], typer.models.OptionInfo)] + groups
 
 
-def test_a_placeholder_never_becomes_an_options_name() -> None:
+def test_placeholder_never_becomes_an_option_name() -> None:
     """typer 0.27 names an option `--SIZE` where its placeholder is the parameter's name in capitals
     and no other name is declared.
     """
-    found = options(app)
-    assert len(found) > 100
-    alike = {name: info for name, info in found if (info.metavar or "").lower() == name}
-    assert len(alike) > 5
+    all_options = list_options(app)
+    assert len(all_options) > 100
+    same_name_options = {
+        name: info for name, info in all_options if (info.metavar or "").lower() == name
+    }
+    assert len(same_name_options) > 5
     # the default of an OptionInfo is the first declared name
-    assert {name: info.default for name, info in alike.items()} == {
-        name: f"--{name}" for name in alike
+    assert {name: info.default for name, info in same_name_options.items()} == {
+        name: f"--{name}" for name in same_name_options
     }
 
 
-@pytest.mark.parametrize("verb", EVERY, ids=" ".join)
+@pytest.mark.parametrize("verb", ALL_COMMANDS, ids=" ".join)
 def test_help_fits_80_columns_and_has_an_example(shell: Shell, verb: tuple[str, ...]) -> None:
-    done = shell.ask(*verb, "--help")
-    assert (done.code, done.err) == (0, "")
-    assert shell.ask(*verb, "-h").out == done.out
-    assert max(map(len, done.out.splitlines())) <= 80
-    found = examples(done.out)
-    assert found[0].startswith(" ".join(("steelyard", *verb)))
-    assert done.out.startswith(" ".join(("Usage: steelyard", *verb)))
+    result = shell.run_in_process(*verb, "--help")
+    assert (result.code, result.err) == (0, "")
+    assert shell.run_in_process(*verb, "-h").out == result.out
+    assert max(map(len, result.out.splitlines())) <= 80
+    example_commands = find_examples(result.out)
+    assert example_commands[0].startswith(" ".join(("steelyard", *verb)))
+    assert result.out.startswith(" ".join(("Usage: steelyard", *verb)))
     if len(verb) == 1 and verb[0] in COMMANDS:
-        assert "--json" in done.out
+        assert "--json" in result.out
 
 
 @pytest.mark.parametrize(
-    "verb", [verb for verb in EVERY if verb and verb[-1] not in GROUPS], ids=" ".join
+    "verb", [verb for verb in ALL_COMMANDS if verb and verb[-1] not in GROUPS], ids=" ".join
 )
-def test_examples_are_understood(shell: Shell, verb: tuple[str, ...]) -> None:
+def test_examples_in_help_parse(shell: Shell, verb: tuple[str, ...]) -> None:
     """Options and arguments of every example parse; the files that they name need not exist."""
-    command: Any = _command(verb)
-    for line in examples(shell.ask(*verb, "-h").out):
+    command: Any = _find_command(verb)
+    for line in find_examples(shell.run_in_process(*verb, "-h").out):
         words = shlex.split(line.replace("\\\n", " ").partition(" > ")[0])
         if words[1] == verb[0]:  # an example may also show another command
             assert words[: len(verb) + 1] == ["steelyard", *verb]
             command.make_context("steelyard", words[len(verb) + 1 :])
 
 
-def _command(verb: tuple[str, ...]) -> Any:
+def _find_command(verb: tuple[str, ...]) -> Any:
     """Return the click command of these words, such as ("data", "get")."""
     import typer
 
-    found: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
     for name in verb:
-        found = found.commands[name]
-    return found
+        command = command.commands[name]
+    return command
 
 
-def test_help_names_every_verb_whole_and_a_start(shell: Shell) -> None:
-    done = shell("--help")
-    assert (done.code, done.err) == (0, "")
-    assert "steelyard run smoke" in done.out
-    commands = done.out.split("Commands:")[1]
+def test_help_names_every_command_and_a_first_one(shell: Shell) -> None:
+    result = shell("--help")
+    assert (result.code, result.err) == (0, "")
+    assert "steelyard run smoke" in result.out
+    commands = result.out.split("Commands:")[1]
     assert re.findall(r"^  ([a-z]+)  ", commands, re.MULTILINE) == [*COMMANDS, *GROUPS]
     assert "..." not in commands
-    assert shell().out == done.out
+    assert shell().out == result.out
     assert shell("--version").out == "0.1.0\n"
 
 
-def test_run_shows_the_options_that_matter_first(shell: Shell) -> None:
-    said = shell.ask("run", "-h").out
-    titles = re.findall(r"^([A-Z][a-z ]+):$", said, re.MULTILINE)
+def test_help_of_run_lists_the_most_used_options_first(shell: Shell) -> None:
+    help_text = shell.run_in_process("run", "-h").out
+    titles = re.findall(r"^([A-Z][a-z ]+):$", help_text, re.MULTILINE)
     assert titles == [
         *("Arguments", "Most used", "What is measured", "How much of it", "Devices and hosts"),
         *("Several runs", "Training", "Detail", "Output", "Options"),
     ]
-    first = said.split("Most used:")[1].split("\n\n")[0]
-    assert tuple(re.findall(r"^  (--[a-z-]+)", first, re.MULTILINE)) == FIRST
+    first = help_text.split("Most used:")[1].split("\n\n")[0]
+    assert tuple(re.findall(r"^  (--[a-z-]+)", first, re.MULTILINE)) == MOST_USED_OPTIONS
 
 
-def test_a_verb_with_few_options_has_no_groups(shell: Shell) -> None:
-    titles = re.findall(r"^([A-Z][a-z ]+):$", shell.ask("show", "-h").out, re.MULTILINE)
+def test_help_of_a_command_with_few_options_has_no_groups(shell: Shell) -> None:
+    titles = re.findall(r"^([A-Z][a-z ]+):$", shell.run_in_process("show", "-h").out, re.MULTILINE)
     assert titles == ["Arguments", "Options"]
-    assert isinstance(_command(("show",)), GroupedCommand)
+    assert isinstance(_find_command(("show",)), GroupedCommand)
 
 
-COMPLETED = [
+COMPLETIONS = [
     ("steelyard ru", ["run"]),
     ("steelyard run llama2", ["llama2-7b-mmlu"]),
     ("steelyard run sm", ["smoke"]),
@@ -146,7 +148,7 @@ COMPLETED = [
     ("steelyard report --format ", ["text", "md", "html", "csv"]),
 ]
 
-COMPLETE = """
+COMPLETION_PROGRAM = """
 import sys
 from steelyard.cli import main
 try:
@@ -156,34 +158,34 @@ finally:
 """
 
 
-@pytest.mark.parametrize(("typed", "offered"), COMPLETED, ids=[typed for typed, _ in COMPLETED])
+@pytest.mark.parametrize(("typed", "offered"), COMPLETIONS, ids=[typed for typed, _ in COMPLETIONS])
 def test_bash_completes_names_and_imports_nothing_heavy(
     shell: Shell, typed: str, offered: list[str]
 ) -> None:
     words = typed.split(" ")
-    told = {
+    variables = {
         "_STEELYARD_COMPLETE": "complete_bash",
         "COMP_WORDS": typed,
         "COMP_CWORD": str(len(words) - 1),
     }
-    command = [sys.executable, "-c", COMPLETE]
-    done = subprocess.run(
-        command, env=shell.env(**told), capture_output=True, text=True, check=False
+    command = [sys.executable, "-c", COMPLETION_PROGRAM]
+    result = subprocess.run(
+        command, env=shell.env(**variables), capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == offered
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.split() == offered
 
 
-def test_the_completion_script_is_for_steelyard(shell: Shell) -> None:
-    done = shell("--show-completion", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert done.code == 2  # without detection a shell must be named
-    done = shell("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert (done.code, done.err) == (0, "")
-    assert "_STEELYARD_COMPLETE=complete_bash" in done.out
-    assert done.out.rstrip().endswith("steelyard")
+def test_completion_script_is_for_steelyard(shell: Shell) -> None:
+    result = shell("--show-completion", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert result.code == 2  # without detection a shell must be named
+    result = shell("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert (result.code, result.err) == (0, "")
+    assert "_STEELYARD_COMPLETE=complete_bash" in result.out
+    assert result.out.rstrip().endswith("steelyard")
 
 
-FIRST_WORD = """
+FIRST_OUTPUT_PROGRAM = """
 import sys
 
 class Terminal:
@@ -220,18 +222,18 @@ main()
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_the_first_word_comes_before_anything_heavy(
+def test_first_line_is_printed_before_heavy_imports(
     shell: Shell, command: tuple[str, ...], said: str
 ) -> None:
     env = shell.env(TERM="dumb")
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_WORD, *command],
+    result = subprocess.run(
+        [sys.executable, "-c", FIRST_OUTPUT_PROGRAM, *command],
         env=env,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout == repr((f"steelyard 0.1.0: {said} …\n", [], True))
+    assert result.stdout == repr((f"steelyard 0.1.0: {said} …\n", [], True))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +247,7 @@ def test_the_first_word_comes_before_anything_heavy(
         (False, "x", 80),
     ],
 )
-def test_how_wide_lines_may_be(
+def test_line_width_depends_on_terminal_and_columns(
     monkeypatch: pytest.MonkeyPatch, wide: bool, told: str | None, columns: int | None
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -255,9 +257,9 @@ def test_how_wide_lines_may_be(
 
 
 def test_show_smoke_lists_what_run_smoke_runs(shell: Shell) -> None:
-    done = shell("show", "smoke", "--json")
-    assert (done.code, done.err) == (0, "")
-    runs = done.json()["runs"]
+    result = shell("show", "smoke", "--json")
+    assert (result.code, result.err) == (0, "")
+    runs = result.json()["runs"]
     assert {run["case"] for run in runs} == set(resolve.list_shipped_cases())
     assert {run["precision"] for run in runs} == {"fp32"}
     lines = shell("show", "smoke").out.splitlines()
@@ -278,11 +280,15 @@ def test_show_smoke_lists_what_run_smoke_runs(shell: Shell) -> None:
     ids=" ".join,
 )
 def test_answers_fit_80_columns(shell: Shell, verb: tuple[str, ...]) -> None:
-    done = shell(*verb)
-    assert max(len(line) for line in done.out.splitlines() if not line.startswith("folder: ")) <= 80
+    result = shell(*verb)
+    assert (
+        max(len(line) for line in result.out.splitlines() if not line.startswith("folder: ")) <= 80
+    )
 
 
-def test_report_is_a_screen_and_full_is_the_page(shell: Shell, smoke: dict[str, Path]) -> None:
+def test_report_fits_a_screen_and_full_prints_everything(
+    shell: Shell, smoke: dict[str, Path]
+) -> None:
     short = shell("report", smoke["closed"], smoke["open"])
     assert (short.code, short.err) == (0, "")
     assert len(short.out.splitlines()) <= 24

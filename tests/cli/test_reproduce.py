@@ -9,8 +9,8 @@ import pytest
 
 from fixtures.commands import SMOKE, Shell
 from fixtures.golden import golden
-from fixtures.records import changed, published
-from fixtures.series import series
+from fixtures.records import copy_published_record, rewrite_record
+from fixtures.series import write_series
 from steelyard.case.request import Request
 from steelyard.cli import reproduce as verb
 from steelyard.cli.printing import OutputOptions
@@ -24,37 +24,41 @@ from steelyard.weights import llama_weights
 NAME = "llama2-7b-mmlu-smoke-closed"
 
 
-def trained(folder: Path, header_sha256: str) -> Path:
+def make_record_with_weights(folder: Path, header_sha256: str) -> Path:
     """Return a copy of a published record that claims real weights with this header hash."""
 
     def change(table: dict[str, Any]) -> None:
         table["weights"] = {"source": "huggingface", "header_sha256": header_sha256}
 
-    return changed(published(NAME, folder), change)
+    return rewrite_record(copy_published_record(NAME, folder), change)
 
 
-def test_what_is_asked_cannot_be_changed(shell: Shell) -> None:
-    path = published(NAME, shell.folder)
-    done = shell.ask("reproduce", path, "--set", "tune.batch_tokens=4")
-    assert (done.code, shell.records()) == (2, [])
-    assert done.err == (golden("error-set-tune-batch_tokens-4-reproduce"))
-    assert shell.ask("reproduce", path, "--repeat", "0", "--accelerator", "cpu").code == 2
-    assert shell.ask("reproduce", path, "--data", "x").code == 2
-    assert shell.ask("reproduce", "none.json").code == 2
+def test_reproduce_refuses_to_change_the_request(shell: Shell) -> None:
+    path = copy_published_record(NAME, shell.folder)
+    result = shell.run_in_process("reproduce", path, "--set", "tune.batch_tokens=4")
+    assert (result.code, shell.records()) == (2, [])
+    assert result.err == (golden("error-set-tune-batch_tokens-4-reproduce"))
+    assert (
+        shell.run_in_process("reproduce", path, "--repeat", "0", "--accelerator", "cpu").code == 2
+    )
+    assert shell.run_in_process("reproduce", path, "--data", "x").code == 2
+    assert shell.run_in_process("reproduce", "none.json").code == 2
 
 
-def test_where_things_are_is_asked_here(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_name_paths_hosts_and_time_limits(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The record says what is run; options say where, and how long it may take."""
-    asked: list[Request] = []
+    requests: list[Request] = []
 
     def reproduce_record(
         base: side_comparison.ComparisonSide, request: Request, *more: object
     ) -> int:
-        asked.append(request)
+        requests.append(request)
         return 0
 
     monkeypatch.setattr(verb, "reproduce_record", reproduce_record)
-    path = published(NAME, shell.folder)
+    path = copy_published_record(NAME, shell.folder)
     options = (
         "--out",
         "again",
@@ -70,7 +74,7 @@ def test_where_things_are_is_asked_here(shell: Shell, monkeypatch: pytest.Monkey
         "t",
     )
     assert (
-        shell.ask(
+        shell.run_in_process(
             "reproduce",
             path,
             *options,
@@ -83,86 +87,109 @@ def test_where_things_are_is_asked_here(shell: Shell, monkeypatch: pytest.Monkey
         ).code
         == 0
     )
-    assert shell.ask("reproduce", path).code == 0
-    named, plain = asked
-    assert (named.out, named.hang_s, named.limit_s) == (Path("again"), 9.0, 60.0)
-    assert (named.weights, named.data, named.tokenizer, named.site) == (
+    assert shell.run_in_process("reproduce", path).code == 0
+    with_options, without_options = requests
+    assert (with_options.out, with_options.hang_s, with_options.limit_s) == (
+        Path("again"),
+        9.0,
+        60.0,
+    )
+    assert (with_options.weights, with_options.data, with_options.tokenizer, with_options.site) == (
         Path("w"),
         Path("d"),
         Path("t"),
         Path("s.toml"),
     )
-    assert (named.launcher, named.accelerator, named.engine) == ("ssh", "cuda", "torch")
-    assert (plain.launcher, plain.accelerator, plain.out, plain.hang_s) == (
+    assert (with_options.launcher, with_options.accelerator, with_options.engine) == (
+        "ssh",
+        "cuda",
+        "torch",
+    )
+    assert (
+        without_options.launcher,
+        without_options.accelerator,
+        without_options.out,
+        without_options.hang_s,
+    ) == (
         None,
         "cpu",
         Path("records"),
         1800.0,
     )
-    assert named.resolved == plain.resolved
+    assert with_options.resolved == without_options.resolved
 
 
 def test_a_folder_of_different_runs_is_refused(shell: Shell) -> None:
     for name in (NAME, "llama2-7b-mmlu-smoke-open"):
-        published(name, shell.folder / "both")
-    done = shell.ask("reproduce", "both")
-    assert (done.code, "question.division: closed / open" in done.err) == (2, True)
+        copy_published_record(name, shell.folder / "both")
+    result = shell.run_in_process("reproduce", "both")
+    assert (result.code, "question.division: closed / open" in result.err) == (2, True)
 
 
 @pytest.mark.full
 def test_other_weights_are_refused_before_the_run(shell: Shell) -> None:
     from fixtures import huggingface
 
-    other = trained(shell.folder / "other", "ab" * 32)
+    other_path = make_record_with_weights(shell.folder / "other", "ab" * 32)
     (shell.folder / "hf").mkdir()
-    huggingface.write(
+    huggingface.write_hf_folder(
         shell.folder / "hf",
-        llama_weights.get_llama_shape(read_verified_record(other).question.model),
+        llama_weights.get_llama_shape(read_verified_record(other_path).question.model),
     )
-    digest = shell("weights", "inspect", "hf", "--json").json()["header_sha256"]
-    done = shell.ask("reproduce", other, "--weights", "hf")
-    assert (done.code, shell.records()) == (2, [])
-    assert done.err == (golden("error-other-weights-weights-header_sha-256", "ab" * 32, digest))
-    same = read_verified_record(trained(shell.folder / "same", digest))
+    header_sha256 = shell("weights", "inspect", "hf", "--json").json()["header_sha256"]
+    result = shell.run_in_process("reproduce", other_path, "--weights", "hf")
+    assert (result.code, shell.records()) == (2, [])
+    assert result.err == (
+        golden("error-other-weights-weights-header_sha-256", "ab" * 32, header_sha256)
+    )
+    equal_record = read_verified_record(
+        make_record_with_weights(shell.folder / "same", header_sha256)
+    )
     verb._check_same_weights(
-        same, check_request(replace(again.make_request(same), weights=shell.folder / "hf"))
+        equal_record,
+        check_request(replace(again.make_request(equal_record), weights=shell.folder / "hf")),
     )
     (shell.folder / "none").mkdir()
-    wrong = shell.ask("reproduce", other, "--weights", "none")
-    assert (wrong.code, len(wrong.lines)) == (2, 1)
+    refused = shell.run_in_process("reproduce", other_path, "--weights", "none")
+    assert (refused.code, len(refused.lines)) == (2, 1)
 
 
-def test_after_the_run_what_differs_is_named(tmp_path: Path) -> None:
-    [one] = series(tmp_path / "a", [1.0])
-    [other] = series(tmp_path / "b", [1.0], day=2, weights__seed=3)
-    base = side_comparison.make_side("record", [read_verified_record(one)])
+def test_differences_found_after_the_run_are_an_error(tmp_path: Path) -> None:
+    [path] = write_series(tmp_path / "a", [1.0])
+    [other_path] = write_series(tmp_path / "b", [1.0], day=2, weights__seed=3)
+    base = side_comparison.make_side("record", [read_verified_record(path)])
     with pytest.raises(RequestError) as caught:
-        verb._print_comparison(base, [read_verified_record(other)], (), 0.01, OutputOptions(), 1)
+        verb._print_comparison(
+            base, [read_verified_record(other_path)], (), 0.01, OutputOptions(), 1
+        )
     assert str(caught.value) == golden("not-the-same-run-weights-seed")
 
 
-def test_the_comparison_is_printed_and_its_exit_code_is_compares(
+def test_comparison_is_printed_and_decides_the_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = side_comparison.make_side(
-        "record", [read_verified_record(path) for path in series(tmp_path / "a", [1.0, 1.001])]
+        "record",
+        [read_verified_record(path) for path in write_series(tmp_path / "a", [1.0, 1.001])],
     )
-    slow = [read_verified_record(path) for path in series(tmp_path / "b", [1.5, 1.501], day=2)]
-    assert verb._print_comparison(base, slow, (), 0.01, OutputOptions(), 2) == 1
+    slower_records = [
+        read_verified_record(path) for path in write_series(tmp_path / "b", [1.5, 1.501], day=2)
+    ]
+    assert verb._print_comparison(base, slower_records, (), 0.01, OutputOptions(), 2) == 1
     assert "slower: significant" in capsys.readouterr().out
     assert (
         verb._print_comparison(base, list(base.records), (), 0.01, OutputOptions(json=True), 2) == 0
     )
-    told = json.loads(capsys.readouterr().out)
-    assert sorted(told) == ["comparison", "here", "records", "remarks"]
-    assert told["comparison"]["ratio"]["value"] == 1.0
+    answer = json.loads(capsys.readouterr().out)
+    assert sorted(answer) == ["comparison", "here", "records", "remarks"]
+    assert answer["comparison"]["ratio"]["value"] == 1.0
     # two of the three requested runs ended
     assert verb._print_comparison(base, list(base.records), (), 0.01, OutputOptions(), 3) == 1
 
 
 @pytest.mark.full
-def test_a_run_is_reproduced_whole(shell: Shell) -> None:
-    made = shell(
+def test_rerun_has_the_same_case_tune_plan_and_scope(shell: Shell) -> None:
+    original_run = shell(
         *SMOKE,
         "--set",
         "tune.batch_tokens=2048",
@@ -173,45 +200,45 @@ def test_a_run_is_reproduced_whole(shell: Shell) -> None:
         "--out",
         "first",
     )
-    assert made.code == 0, made.err
+    assert original_run.code == 0, original_run.err
     [first] = (shell.folder / "first").iterdir()
-    done = shell("reproduce", first, "--out", "second", "--json")
-    assert done.code == 0, done.err
+    result = shell("reproduce", first, "--out", "second", "--json")
+    assert result.code == 0, result.err
     [second] = (shell.folder / "second").iterdir()
     assert verify_record(second) == []
-    told = done.json()
-    ours, theirs = read_verified_record(first), read_verified_record(second)
-    assert [one["id"] for one in told["records"]] == [theirs.id]
-    assert (theirs.case, theirs.tune, theirs.plan, theirs.scope) == (
-        ours.case,
-        ours.tune,
-        ours.plan,
-        ours.scope,
+    answer = result.json()
+    original, rerun = read_verified_record(first), read_verified_record(second)
+    assert [entry["id"] for entry in answer["records"]] == [rerun.id]
+    assert (rerun.case, rerun.tune, rerun.plan, rerun.scope) == (
+        original.case,
+        original.tune,
+        original.plan,
+        original.scope,
     )
-    assert [window.pass_name for window in theirs.passes] == ["infer"]
-    assert theirs.tune.batch_tokens == 2048
-    assert told["here"] == []
-    assert told["comparison"]["ratio"]["verdict"] == "not tested"
-    assert told["comparison"]["answers"]["new"]["chosen"] == {
+    assert [window.pass_name for window in rerun.passes] == ["infer"]
+    assert rerun.tune.batch_tokens == 2048
+    assert answer["here"] == []
+    assert answer["comparison"]["ratio"]["verdict"] == "not tested"
+    assert answer["comparison"]["answers"]["new"]["chosen"] == {
         "items": 24,
         "other": 0,
         "largest": None,
         "tokens": 0,
     }
-    assert told["comparison"]["differs"] == []
+    assert answer["comparison"]["differs"] == []
 
 
 @pytest.mark.full
-def test_a_case_that_does_not_ship_is_asked_again(shell: Shell) -> None:
+def test_case_is_rebuilt_when_its_file_is_gone(shell: Shell) -> None:
     """Only the record is left; the case file was deleted."""
     from steelyard.case import resolve
 
     shipped = (Path(resolve.__file__).parents[1] / "cases" / "llama2-7b-mmlu.toml").read_text()
-    mine = shell.folder / "mine.toml"
-    mine.write_text(shipped.replace('name = "llama2-7b-mmlu"', 'name = "mine"'))
-    made = shell(
+    case_file = shell.folder / "mine.toml"
+    case_file.write_text(shipped.replace('name = "llama2-7b-mmlu"', 'name = "mine"'))
+    original_run = shell(
         "run",
-        mine,
+        case_file,
         "--size",
         "smoke",
         "--accelerator",
@@ -221,11 +248,11 @@ def test_a_case_that_does_not_ship_is_asked_again(shell: Shell) -> None:
         "--out",
         "first",
     )
-    assert made.code == 0, made.err
-    mine.unlink()
+    assert original_run.code == 0, original_run.err
+    case_file.unlink()
     [first] = (shell.folder / "first").iterdir()
-    done = shell("reproduce", first, "--out", "second")
-    assert done.code == 0, done.err
-    assert done.lines[0] == golden("no-case-mine-comes-with-this")
+    result = shell("reproduce", first, "--out", "second")
+    assert result.code == 0, result.err
+    assert result.lines[0] == golden("no-case-mine-comes-with-this")
     [second] = (shell.folder / "second").iterdir()
     assert read_verified_record(second).case.key == read_verified_record(first).case.key

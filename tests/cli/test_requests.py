@@ -23,45 +23,45 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Request]]:
     running them.
     """
 
-    def ask(*arguments: str) -> list[Request]:
-        made: list[Request] = []
+    def run_and_collect(*arguments: str) -> list[Request]:
+        requested: list[Request] = []
 
-        def keep(requests: list[Request], output: OutputOptions) -> int:
-            made.extend(requests)
+        def collect_requests(requests: list[Request], output: OutputOptions) -> int:
+            requested.extend(requests)
             return 0
 
-        monkeypatch.setattr("steelyard.cli.execute_runs.run_each", keep)
+        monkeypatch.setattr("steelyard.cli.execute_runs.run_each", collect_requests)
         assert app(["run", *arguments], standalone_mode=False) == 0
-        return made
+        return requested
 
-    return ask
+    return run_and_collect
 
 
-def show_on(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+def set_case_devices(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     """Let every case name these numbers of devices, as if its file did."""
     real = resolve.resolve_case
 
-    def shown(*arguments: Any) -> resolve.ResolvedCase:
-        found = real(*arguments)
-        return replace(found, case=found.case.model_copy(update={"devices": list(numbers)}))
+    def resolve_with_devices(*arguments: Any) -> resolve.ResolvedCase:
+        resolved = real(*arguments)
+        return replace(resolved, case=resolved.case.model_copy(update={"devices": list(numbers)}))
 
-    monkeypatch.setattr(resolve, "resolve_case", shown)
+    monkeypatch.setattr(resolve, "resolve_case", resolve_with_devices)
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, devices: int, divisible: bool = False) -> None:
+def fake_machine(monkeypatch: pytest.MonkeyPatch, devices: int, divisible: bool = False) -> None:
     """Pretend that this machine has this many devices of a fake accelerator, besides its CPU."""
-    found = [DetectedDevice("Abacus", None, None, i, None) for i in range(devices)]
-    row = Accelerator("abacus", lambda: found, accelerators.CPU.sources, {}, divisible)
+    fake_devices = [DetectedDevice("Abacus", None, None, i, None) for i in range(devices)]
+    row = Accelerator("abacus", lambda: fake_devices, accelerators.CPU.sources, {}, divisible)
     monkeypatch.setattr(
         accelerators, "load_accelerators", lambda: {row.name: row, "cpu": accelerators.CPU}
     )
 
 
-Asked = Callable[..., list[Request]]
+CollectRequests = Callable[..., list[Request]]
 
 
-def test_parallel_is_a_setting(asked: Asked) -> None:
-    (one,) = asked(
+def test_parallel_option_sets_tune_parallel(asked: CollectRequests) -> None:
+    (request,) = asked(
         CASE,
         "--size",
         "smoke",
@@ -72,25 +72,28 @@ def test_parallel_is_a_setting(asked: Asked) -> None:
         "--set",
         "tune.batch_tokens=99",
     )
-    assert (one.resolved.case.tune.parallel, one.resolved.case.tune.batch_tokens) == ("TP2DP4", 99)
-    assert one.resolved.origins["tune.parallel"] == "command line"
-    (late,) = asked(CASE, "--set", "tune.parallel=DP", "--parallel", "TP")
-    assert late.resolved.case.tune.parallel == "TP"
-    (plain,) = asked(CASE)
-    assert plain.resolved == resolve.resolve_case(CASE)
+    assert (request.resolved.case.tune.parallel, request.resolved.case.tune.batch_tokens) == (
+        "TP2DP4",
+        99,
+    )
+    assert request.resolved.origins["tune.parallel"] == "command line"
+    (last_option_wins,) = asked(CASE, "--set", "tune.parallel=DP", "--parallel", "TP")
+    assert last_option_wins.resolved.case.tune.parallel == "TP"
+    (without_option,) = asked(CASE)
+    assert without_option.resolved == resolve.resolve_case(CASE)
     assert {
-        one.resolved.case.tune.parallel
-        for one in asked("smoke", "--parallel", "TP2", "--devices", "2")
+        request.resolved.case.tune.parallel
+        for request in asked("smoke", "--parallel", "TP2", "--devices", "2")
     } == {"TP2"}
 
 
-def test_devices_default_to_one(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    show_on(monkeypatch, 1, 2)
-    machine(monkeypatch, 8)
-    assert [one.devices for one in asked(CASE)] == [1]
-    assert [one.devices for one in asked(CASE, "--size", "smoke")] == [1]
-    assert [one.devices for one in asked(CASE, "--devices", "4")] == [4]
-    assert {one.devices for one in asked("smoke", "--devices", "4")} == {4}
+def test_devices_default_to_one(asked: CollectRequests, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_case_devices(monkeypatch, 1, 2)
+    fake_machine(monkeypatch, 8)
+    assert [request.devices for request in asked(CASE)] == [1]
+    assert [request.devices for request in asked(CASE, "--size", "smoke")] == [1]
+    assert [request.devices for request in asked(CASE, "--devices", "4")] == [4]
+    assert {request.devices for request in asked("smoke", "--devices", "4")} == {4}
 
 
 @pytest.mark.parametrize(
@@ -106,17 +109,17 @@ def test_devices_default_to_one(asked: Asked, monkeypatch: pytest.MonkeyPatch) -
         ((1,), 8, False, [1]),
     ],
 )
-def test_smoke_runs_on_the_devices_that_a_case_names(
-    asked: Asked,
+def test_smoke_runs_on_the_device_counts_of_its_case(
+    asked: CollectRequests,
     monkeypatch: pytest.MonkeyPatch,
     numbers: tuple[int, ...],
     here: int,
     divisible: bool,
     run: list[int],
 ) -> None:
-    show_on(monkeypatch, *numbers)
-    machine(monkeypatch, here, divisible)
-    wanted = [
+    set_case_devices(monkeypatch, *numbers)
+    fake_machine(monkeypatch, here, divisible)
+    expected = [
         (name, division, number)
         for name in resolve.list_shipped_cases()
         for division in resolve.resolve_case(name, "smoke").case.divisions
@@ -124,27 +127,30 @@ def test_smoke_runs_on_the_devices_that_a_case_names(
     ]
     requests = asked("smoke", "--accelerator", "abacus")
     assert [
-        (one.resolved.case.name, one.resolved.case.question.division, one.devices)
-        for one in requests
-    ] == wanted
-    twice = asked("smoke", "--accelerator", "abacus", "--division", "closed", "--repeat", "2")
-    assert [one.devices for one in twice] == [
+        (request.resolved.case.name, request.resolved.case.question.division, request.devices)
+        for request in requests
+    ] == expected
+    repeated = asked("smoke", "--accelerator", "abacus", "--division", "closed", "--repeat", "2")
+    assert [request.devices for request in repeated] == [
         number for _ in resolve.list_shipped_cases() for number in run for _ in range(2)
     ]
 
 
-def test_smoke_on_an_accelerator_that_is_unknown(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
+def test_smoke_on_an_unknown_accelerator_is_refused(
+    asked: CollectRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    show_on(monkeypatch, 1, 2)
+    set_case_devices(monkeypatch, 1, 2)
     with pytest.raises(RequestError, match="accelerator 'slide-rule' is not known"):
         asked("smoke", "--accelerator", "slide-rule")
 
 
-def test_label_tells_the_devices() -> None:
-    one = Request(resolve.resolve_case(CASE, "smoke"))
-    assert execute_runs.format_run_label(one) == f"{CASE} closed fp32 torch"
-    assert execute_runs.format_run_label(replace(one, devices=2)) == f"{CASE} closed fp32 torch 1x2"
+def test_run_label_names_the_devices() -> None:
+    request = Request(resolve.resolve_case(CASE, "smoke"))
+    assert execute_runs.format_run_label(request) == f"{CASE} closed fp32 torch"
+    assert (
+        execute_runs.format_run_label(replace(request, devices=2))
+        == f"{CASE} closed fp32 torch 1x2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,10 +160,10 @@ def test_label_tells_the_devices() -> None:
         (1, True, "--devices 9: ranks share the abacus of this host; allowed: 1 to 8"),
     ],
 )
-def test_more_devices_than_there_are(
+def test_more_devices_than_available_are_refused(
     monkeypatch: pytest.MonkeyPatch, devices: int, divisible: bool, line: str
 ) -> None:
-    machine(monkeypatch, devices, divisible)
+    fake_machine(monkeypatch, devices, divisible)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     request = Request(resolve.resolve_case(CASE, "smoke"), accelerator="abacus", devices=9)
     with pytest.raises(RequestError) as caught:

@@ -20,68 +20,68 @@ from steelyard.record.record import Record
 from steelyard.run import rerun
 from steelyard.run.checked_request import CheckedRequest, check_request
 
-TWO = (*SMOKE, "--passes", "infer", "--sweep", "batch_tokens=4096,8192")
+TWO_POINTS = (*SMOKE, "--passes", "infer", "--sweep", "batch_tokens=4096,8192")
 TRAIN = ("run", "llama1-7b-openwebtext", "--size", "smoke", "--accelerator", "cpu")
 
 
-def begin(lines: list[str]) -> list[str]:
+def strip_paths(lines: list[str]) -> list[str]:
     """Return the lines of a sweep without their paths."""
     return [line.partition(": ")[0] if "/" in line else line for line in lines]
 
 
 @pytest.mark.full
-def test_a_sweep_runs_what_is_missing(shell: Shell) -> None:
+def test_sweep_runs_only_missing_points(shell: Shell) -> None:
     names = ["point 1 of 2: tune.batch_tokens=4096", "point 2 of 2: tune.batch_tokens=8192"]
-    first = shell(*TWO, "--out", shell.out)
-    assert (first.code, begin(first.lines)) == (0, [names[0], "valid", names[1], "valid"])
-    said = first.out.splitlines()
-    assert said[0].startswith(f"{CASE} · size smoke · ")
-    assert said[2].split()[:2] == ["point", "status"]
-    assert [row.split()[:2] for row in said if row.startswith("tune")] == [
+    first = shell(*TWO_POINTS, "--out", shell.out)
+    assert (first.code, strip_paths(first.lines)) == (0, [names[0], "valid", names[1], "valid"])
+    output_lines = first.out.splitlines()
+    assert output_lines[0].startswith(f"{CASE} · size smoke · ")
+    assert output_lines[2].split()[:2] == ["point", "status"]
+    assert [row.split()[:2] for row in output_lines if row.startswith("tune")] == [
         [f"tune.batch_tokens={n}", "valid"] for n in (4096, 8192)
     ]
-    found = sorted(shell.out.iterdir())
-    assert [json.loads(path.read_text())["tune"]["batch_tokens"] for path in found] == [4096, 8192]
+    paths = sorted(shell.out.iterdir())
+    assert [json.loads(path.read_text())["tune"]["batch_tokens"] for path in paths] == [4096, 8192]
 
-    again = shell(*TWO, "--out", shell.out)  # all points have records
-    assert (again.code, again.out) == (0, first.out)
-    assert again.lines == [
+    second = shell(*TWO_POINTS, "--out", shell.out)  # all points have records
+    assert (second.code, second.out) == (0, first.out)
+    assert second.lines == [
         names[0],
-        f"already there: {found[0]}",
+        f"already there: {paths[0]}",
         names[1],
-        f"already there: {found[1]}",
+        f"already there: {paths[1]}",
     ]
-    assert sorted(shell.out.iterdir()) == found
+    assert sorted(shell.out.iterdir()) == paths
 
-    found[1].unlink()
+    paths[1].unlink()
     (shell.out / "notes.json").write_text("{}")
-    third = shell(*TWO, "--out", shell.out, "--json")
+    third = shell(*TWO_POINTS, "--out", shell.out, "--json")
     assert third.code == 0
     assert third.lines == [golden("warning-schema-is-none-this-version", shell.out / "notes.json")]
-    told = third.json()
-    assert [one["tune"]["batch_tokens"] for one in told["records"]] == [4096, 8192]
-    assert told["records"][0] == record.record_to_english_json(record.read_record(found[0]))
-    assert told["sweep"]["keys"] == {"tune.batch_tokens": [4096, 8192]}
-    assert [(one["values"], one["already_there"]) for one in told["sweep"]["points"]] == [
+    answer = third.json()
+    assert [entry["tune"]["batch_tokens"] for entry in answer["records"]] == [4096, 8192]
+    assert answer["records"][0] == record.record_to_english_json(record.read_record(paths[0]))
+    assert answer["sweep"]["keys"] == {"tune.batch_tokens": [4096, 8192]}
+    assert [(entry["values"], entry["already_there"]) for entry in answer["sweep"]["points"]] == [
         ({"tune.batch_tokens": 4096}, 1),
         ({"tune.batch_tokens": 8192}, 0),
     ]
-    assert [one["records"] for one in told["sweep"]["points"]] == [
-        [one["id"]] for one in told["records"]
+    assert [entry["records"] for entry in answer["sweep"]["points"]] == [
+        [entry["id"]] for entry in answer["records"]
     ]
-    assert told["sweep"]["scaling"] == []
+    assert answer["sweep"]["scaling"] == []
 
 
 @pytest.mark.full
-def test_devices_end_with_the_scaling_table(shell: Shell) -> None:
-    done = shell(
+def test_sweep_over_devices_ends_with_the_scaling_table(shell: Shell) -> None:
+    result = shell(
         *SMOKE, "--passes", "infer", "--sweep", "devices=1,2", "--out", shell.out, "--wide"
     )
-    assert done.code == 0, done.err
-    assert done.lines[0] == "point 1 of 2: devices=1"
-    told = done.out[done.out.index("Scaling: ") :].splitlines()
-    assert told[0].startswith(f"Scaling: {CASE} · smoke · torch · fp32 · closed · full · ")
-    assert told[2].split() == [
+    assert result.code == 0, result.err
+    assert result.lines[0] == "point 1 of 2: devices=1"
+    scaling_lines = result.out[result.out.index("Scaling: ") :].splitlines()
+    assert scaling_lines[0].startswith(f"Scaling: {CASE} · smoke · torch · fp32 · closed · full · ")
+    assert scaling_lines[2].split() == [
         "config",
         "plan",
         "runs",
@@ -91,37 +91,57 @@ def test_devices_end_with_the_scaling_table(shell: Shell) -> None:
         "interval",
         "from",
     ]
-    rows = [line.split() for line in told if re.match(r"\dx\d ", line)]
+    rows = [line.split() for line in scaling_lines if re.match(r"\dx\d ", line)]
     assert [row[:3] for row in rows] == [["1x1", "TP1PP1DP1", "1"], ["1x2", "TP1PP1DP2", "1"]]
     assert rows[0][4:6] == ["1.000", "100.0%"]
 
-    data = shell(
+    answer = shell(
         *SMOKE, "--passes", "infer", "--sweep", "devices=1,2", "--out", shell.out, "--json"
     ).json()
-    by_devices = {one["plan"]["devices"]: one for one in data["records"]}
-    rates = {n: one["metrics"]["tokens_per_device_s"]["value"] * n for n, one in by_devices.items()}
-    [group] = data["sweep"]["scaling"]
-    one, two = group["rows"]
+    by_devices = {one_device["plan"]["devices"]: one_device for one_device in answer["records"]}
+    rates = {
+        n: one_device["metrics"]["tokens_per_device_s"]["value"] * n
+        for n, one_device in by_devices.items()
+    }
+    [group] = answer["sweep"]["scaling"]
+    one_device, two_devices = group["rows"]
     assert (group["case"], group["unit"], group["key"]) == (
         CASE,
         "tokens/s",
         by_devices[1]["case"]["key"],
     )
-    assert (one["config"], one["base"], one["rate"], one["speedup"], one["efficiency"]) == (
+    assert (
+        one_device["config"],
+        one_device["base"],
+        one_device["rate"],
+        one_device["speedup"],
+        one_device["efficiency"],
+    ) == (
         "1x1",
         True,
         rates[1],
         1.0,
         1.0,
     )
-    assert (two["config"], two["base"], two["plan"], two["rate"]) == (
+    assert (
+        two_devices["config"],
+        two_devices["base"],
+        two_devices["plan"],
+        two_devices["rate"],
+    ) == (
         "1x2",
         False,
         "TP1PP1DP2",
         rates[2],
     )
-    assert (two["speedup"], two["efficiency"]) == (rates[2] / rates[1], rates[2] / rates[1] / 2)
-    assert (one["records"], two["records"]) == ([by_devices[1]["id"]], [by_devices[2]["id"]])
+    assert (two_devices["speedup"], two_devices["efficiency"]) == (
+        rates[2] / rates[1],
+        rates[2] / rates[1] / 2,
+    )
+    assert (one_device["records"], two_devices["records"]) == (
+        [by_devices[1]["id"]],
+        [by_devices[2]["id"]],
+    )
     page = shell("report", shell.out, "--format", "md")
     assert "### Scaling" in page.out
     assert "| 1x2 | TP1PP1DP2 | 1 |" in page.out
@@ -194,12 +214,12 @@ def test_devices_end_with_the_scaling_table(shell: Shell) -> None:
     ],
     ids=lambda value: "_".join(map(str, value))[-40:] if isinstance(value, tuple) else "",
 )
-def test_mistakes_get_one_line(shell: Shell, arguments: tuple[str, ...], said: str) -> None:
-    done = shell.ask(*arguments)
-    assert (done.code, done.out) == (2, ""), done.err
-    assert len(done.lines) == 1, done.err
-    assert done.err.startswith("error: ")
-    assert said in done.err
+def test_wrong_sweeps_get_one_line(shell: Shell, arguments: tuple[str, ...], said: str) -> None:
+    result = shell.run_in_process(*arguments)
+    assert (result.code, result.out) == (2, ""), result.err
+    assert len(result.lines) == 1, result.err
+    assert result.err.startswith("error: ")
+    assert said in result.err
     assert list(shell.folder.glob("**/*.json")) == []
 
 
@@ -208,43 +228,43 @@ def carried(monkeypatch: pytest.MonkeyPatch, smoke: dict[str, Path]) -> list[Che
     """Return the list of runs that sweeps request, with nothing run: each gets its status from
     `STATUSES`, or is valid.
     """
-    done: list[CheckedRequest] = []
-    real = record.read_record(smoke["closed"])
+    runs: list[CheckedRequest] = []
+    original = record.read_record(smoke["closed"])
 
-    def run_case(one: CheckedRequest, *more: object) -> tuple[Record, Path]:
-        done.append(one)
-        status, reasons = STATUSES.get(len(done), ("valid", []))
-        made = real.model_copy(
+    def run_case(checked: CheckedRequest, *more: object) -> tuple[Record, Path]:
+        runs.append(checked)
+        status, reasons = STATUSES.get(len(runs), ("valid", []))
+        run_record = original.model_copy(
             update={
                 "status": status,
                 "reasons": reasons,
-                "id": f"{len(done):032}",
-                "plan": one.plan,
+                "id": f"{len(runs):032}",
+                "plan": checked.plan,
             }
         )
-        return made, Path(f"{len(done)}.json")
+        return run_record, Path(f"{len(runs)}.json")
 
     monkeypatch.setattr("steelyard.run.parent.run_case", run_case)
-    return done
+    return runs
 
 
 STATUSES: dict[int, tuple[str, list[record.Reason]]] = {}
 
 
-def outcome(monkeypatch: pytest.MonkeyPatch, number: int, status: str, *codes: str) -> None:
+def set_outcome(monkeypatch: pytest.MonkeyPatch, number: int, status: str, *codes: str) -> None:
     """Let the run of this number end with this status and reason codes."""
     monkeypatch.setitem(
         STATUSES, number, (status, [record.Reason(code=code, text="told") for code in codes])
     )
 
 
-def points(runs: list[CheckedRequest]) -> list[dict[str, str]]:
+def swept_values(runs: list[CheckedRequest]) -> list[dict[str, str]]:
     """Return the swept values of each run."""
-    return [dict(one.request.point) for one in runs]
+    return [dict(checked.request.point) for checked in runs]
 
 
-def test_grid_and_repeats(shell: Shell, carried: list[CheckedRequest]) -> None:
-    done = shell.ask(
+def test_sweep_runs_the_grid_with_repeats(shell: Shell, carried: list[CheckedRequest]) -> None:
+    result = shell.run_in_process(
         *SMOKE,
         "--sweep",
         "pad_to=8,16",
@@ -255,78 +275,82 @@ def test_grid_and_repeats(shell: Shell, carried: list[CheckedRequest]) -> None:
         "--out",
         shell.out,
     )
-    assert done.code == 0, done.err
-    wanted = [
+    assert result.code == 0, result.err
+    expected = [
         {"tune.pad_to": pad, "question.seed": seed}
         for pad in ("8", "16")
         for seed in ("0", "1")
         for _ in range(2)
     ]
-    assert points(carried) == wanted
-    assert [(one.case.tune.pad_to, one.case.question.seed) for one in carried[::2]] == [
+    assert swept_values(carried) == expected
+    assert [(checked.case.tune.pad_to, checked.case.question.seed) for checked in carried[::2]] == [
         (8, 0),
         (8, 1),
         (16, 0),
         (16, 1),
     ]
-    assert [line for line in done.lines if line.startswith("point")] == [
+    assert [line for line in result.lines if line.startswith("point")] == [
         "point 1 of 4: tune.pad_to=8 question.seed=0",
         "point 2 of 4: tune.pad_to=8 question.seed=1",
         "point 3 of 4: tune.pad_to=16 question.seed=0",
         "point 4 of 4: tune.pad_to=16 question.seed=1",
     ]
-    table, repeats = done.out.split("\n\nRepeats: ")
+    table, repeats = result.out.split("\n\nRepeats: ")
     assert sum(line.startswith("tune.pad_to=") for line in table.splitlines()) == 8
     assert repeats.startswith(f"{CASE} · smoke · torch · fp32 · closed")
 
 
-def test_several_cases_have_all_points_each(shell: Shell, carried: list[CheckedRequest]) -> None:
-    done = shell.ask(
+def test_each_case_of_a_sweep_has_all_points(shell: Shell, carried: list[CheckedRequest]) -> None:
+    result = shell.run_in_process(
         *TRAIN[:2], *SMOKE[1:], "--sweep", "nodes=1", "--sweep", "warmup=0,1", "--out", shell.out
     )
-    assert done.code == 0, done.err
-    assert [(one.case.name, one.case.tune.warmup) for one in carried] == [
+    assert result.code == 0, result.err
+    assert [(checked.case.name, checked.case.tune.warmup) for checked in carried] == [
         (TRAIN[1], 0),
         (TRAIN[1], 1),
         (CASE, 0),
         (CASE, 1),
     ]
-    assert done.lines[0] == f"point 1 of 4: {TRAIN[1]} closed nodes=1 tune.warmup=0"
-    assert golden("no-scaling-table-it-needs-valid") in done.lines
+    assert result.lines[0] == f"point 1 of 4: {TRAIN[1]} closed nodes=1 tune.warmup=0"
+    assert golden("no-scaling-table-it-needs-valid") in result.lines
 
 
-def test_a_failure_goes_on_and_an_interrupt_does_not(
+def test_sweep_goes_on_after_a_failure_but_not_after_an_interrupt(
     shell: Shell, carried: list[CheckedRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome(monkeypatch, 1, "invalid", "interval")
-    outcome(monkeypatch, 3, "failed", "interrupted")
-    done = shell.ask(*SMOKE, "--sweep", "pad_to=1,2,4,8", "--out", shell.out)
-    assert (done.code, points(carried)) == (
+    set_outcome(monkeypatch, 1, "invalid", "interval")
+    set_outcome(monkeypatch, 3, "failed", "interrupted")
+    result = shell.run_in_process(*SMOKE, "--sweep", "pad_to=1,2,4,8", "--out", shell.out)
+    assert (result.code, swept_values(carried)) == (
         1,
         [{"tune.pad_to": "1"}, {"tune.pad_to": "2"}, {"tune.pad_to": "4"}],
     )
-    assert done.lines[:3] == ["point 1 of 4: tune.pad_to=1", "invalid: 1.json", "  interval: told"]
-    assert done.lines[-3:] == [
+    assert result.lines[:3] == [
+        "point 1 of 4: tune.pad_to=1",
+        "invalid: 1.json",
+        "  interval: told",
+    ]
+    assert result.lines[-3:] == [
         "point 3 of 4: tune.pad_to=4",
         "failed: 3.json",
         "  interrupted: told",
     ]
-    assert sum(line.startswith("tune.pad_to=") for line in done.out.splitlines()) == 3
+    assert sum(line.startswith("tune.pad_to=") for line in result.out.splitlines()) == 3
 
 
 def test_one_invalid_point_is_exit_code_1(
     shell: Shell, carried: list[CheckedRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome(monkeypatch, 1, "invalid", "interval")
-    assert shell.ask(*SMOKE, "--sweep", "pad_to=1,2", "--out", shell.out).code == 1
+    set_outcome(monkeypatch, 1, "invalid", "interval")
+    assert shell.run_in_process(*SMOKE, "--sweep", "pad_to=1,2", "--out", shell.out).code == 1
     assert len(carried) == 2
 
 
-def test_scaling_of_points(shell: Shell, carried: list[CheckedRequest]) -> None:
-    done = shell.ask(
+def test_scaling_table_averages_repeats(shell: Shell, carried: list[CheckedRequest]) -> None:
+    result = shell.run_in_process(
         *SMOKE, "--sweep", "devices=1,2", "--repeat", "2", "--out", shell.out, "--wide"
     )
-    rows = [line.split() for line in done.out.splitlines() if re.match(r"\dx\d ", line)]
+    rows = [line.split() for line in result.out.splitlines() if re.match(r"\dx\d ", line)]
     assert [row[:3] for row in rows] == [["1x1", "TP1PP1DP1", "2"], ["1x2", "TP1PP1DP2", "2"]]
     assert [row[4:] for row in rows] == [
         ["1.000", "100.0%", "spread", "of", "the", "runs"],
@@ -342,7 +366,9 @@ def asked() -> CheckedRequest:
     )
 
 
-def test_a_record_answers_its_request(asked: CheckedRequest, smoke: dict[str, Path]) -> None:
+def test_record_is_recognized_as_a_run_of_its_request(
+    asked: CheckedRequest, smoke: dict[str, Path]
+) -> None:
     assert rerun.is_run_of(record.read_record(smoke["closed"]), asked)
     assert not rerun.is_run_of(record.read_record(smoke["open"]), asked)
 
@@ -359,18 +385,20 @@ def test_a_record_answers_its_request(asked: CheckedRequest, smoke: dict[str, Pa
     ],
     ids=str,
 )
-def test_another_question_or_tune_is_not_answered(
+def test_record_is_no_run_of_another_question_or_tune(
     changes: dict[str, Any], asked: CheckedRequest, smoke: dict[str, Path]
 ) -> None:
     resolved = resolve.resolve_case(CASE, **{"size": "smoke"} | changes)
-    other = replace(asked, request=replace(asked.request, resolved=resolved))
-    assert not rerun.is_run_of(record.read_record(smoke["closed"]), other)
+    other_request = replace(asked, request=replace(asked.request, resolved=resolved))
+    assert not rerun.is_run_of(record.read_record(smoke["closed"]), other_request)
 
 
-def test_another_run_is_not_answered(asked: CheckedRequest, smoke: dict[str, Path]) -> None:
-    found = record.read_record(smoke["closed"])
+def test_record_is_no_run_of_another_plan_scope_engine_or_source(
+    asked: CheckedRequest, smoke: dict[str, Path]
+) -> None:
+    run_record = record.read_record(smoke["closed"])
     plan = asked.plan.model_copy(update={"devices": 2, "dp": 2})
-    for other in (
+    for other_request in (
         replace(asked, plan=plan),
         replace(asked, scope=record.Scope(kind="window", steps=3)),
         replace(asked, passes=("infer",)),
@@ -379,23 +407,23 @@ def test_another_run_is_not_answered(asked: CheckedRequest, smoke: dict[str, Pat
         replace(asked, request=replace(asked.request, weights=Path("w"))),
         replace(asked, request=replace(asked.request, data=Path("d"))),
     ):
-        assert not rerun.is_run_of(found, other)
+        assert not rerun.is_run_of(run_record, other_request)
     for status in ("invalid", "failed"):
-        assert not rerun.is_run_of(found.model_copy(update={"status": status}), asked)
+        assert not rerun.is_run_of(run_record.model_copy(update={"status": status}), asked)
     restart = {"record": None, "step": 1, "plan": "TP1PP1DP1", "losses": []}
-    assert not rerun.is_run_of(found.model_copy(update={"restarts": [restart]}), asked)
+    assert not rerun.is_run_of(run_record.model_copy(update={"restarts": [restart]}), asked)
 
 
 def test_records_that_do_not_verify_are_not_counted(
     asked: CheckedRequest, smoke: dict[str, Path], tmp_path: Path
 ) -> None:
-    whole = smoke["closed"].read_text()
-    (tmp_path / "b.json").write_text(whole)
-    (tmp_path / "a.json").write_text(whole.replace('"wall_s":', '"wall_s":1', 1))
-    (tmp_path / "c.json").write_text(whole[:-9])
+    original = smoke["closed"].read_text()
+    (tmp_path / "b.json").write_text(original)
+    (tmp_path / "a.json").write_text(original.replace('"wall_s":', '"wall_s":1', 1))
+    (tmp_path / "c.json").write_text(original[:-9])
     (tmp_path / "page.html").write_text("")
-    [[found]], warnings = rerun.find_answering_records(tmp_path, [asked])
-    assert found[0].name == "b.json"
+    [[first_match]], warnings = rerun.find_answering_records(tmp_path, [asked])
+    assert first_match[0].name == "b.json"
     assert [line.partition(": ")[0] for line in warnings] == [
         str(tmp_path / "a.json"),
         str(tmp_path / "c.json"),
@@ -404,26 +432,28 @@ def test_records_that_do_not_verify_are_not_counted(
     assert rerun.find_answering_records(tmp_path / "none", [asked]) == ([[]], [])
 
 
-def test_a_plain_run_always_runs(
+def test_run_without_a_sweep_ignores_existing_records(
     shell: Shell, carried: list[CheckedRequest], smoke: dict[str, Path]
 ) -> None:
     shell.out.mkdir()
     (shell.out / "there.json").write_bytes(smoke["closed"].read_bytes())
-    assert shell.ask(*SMOKE, "--out", shell.out).code == 0
+    assert shell.run_in_process(*SMOKE, "--out", shell.out).code == 0
     assert len(carried) == 1
-    done = shell.ask(*SMOKE, "--sweep", "pad_to=16,8", "--repeat", "2", "--out", shell.out)
-    assert done.lines[:3] == [
+    result = shell.run_in_process(
+        *SMOKE, "--sweep", "pad_to=16,8", "--repeat", "2", "--out", shell.out
+    )
+    assert result.lines[:3] == [
         "point 1 of 2: tune.pad_to=16",
         f"already there: {shell.out / 'there.json'}",
         "valid: 2.json",
     ]
-    assert points(carried[1:]) == [
+    assert swept_values(carried[1:]) == [
         {"tune.pad_to": "16"},
         {"tune.pad_to": "8"},
         {"tune.pad_to": "8"},
     ]
 
 
-def test_help_teaches_it() -> None:
-    command = next(one for one in app.registered_commands if one.name == "run")
+def test_help_of_run_shows_a_sweep() -> None:
+    command = next(registered for registered in app.registered_commands if registered.name == "run")
     assert "--sweep devices=1,2,4,8 --sweep micro_batch=1,2,4" in (command.callback.__doc__ or "")

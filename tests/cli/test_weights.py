@@ -22,11 +22,11 @@ from steelyard import cli
 from steelyard.case import resolve
 from steelyard.errors import RequestError
 
-NAMES = {
+MODULES_BY_VERB = {
     "inspect_checkpoint": "steelyard.weights.inspection",
     "convert_checkpoint": "steelyard.weights.convert",
 }
-SHAPE = {
+MODEL_SHAPE = {
     "layers": 32,
     "hidden": 4096,
     "kv_heads": 32,
@@ -36,11 +36,11 @@ SHAPE = {
     "tied": False,
 }
 
-Run = Callable[..., tuple[int, str, str]]
+RunCommand = Callable[..., tuple[int, str, str]]
 
 
 @dataclass(frozen=True)
-class Inspection:
+class FakeInspection:
     """The facts of a checkpoint, with the fields of the real inspection."""
 
     layout: str = "megatron"
@@ -52,12 +52,12 @@ class Inspection:
     files: list[tuple[str, int]] = field(
         default_factory=lambda: [("mp_rank_00/m.pt", 6 << 30), ("mp_rank_01/m.pt", 700)]
     )
-    shape: dict[str, Any] = field(default_factory=lambda: dict(SHAPE))
+    shape: dict[str, Any] = field(default_factory=lambda: dict(MODEL_SHAPE))
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Conversion:
+class FakeConversion:
     """The result of a conversion, with the fields of the real one; `kept` counts files that were
     complete before.
     """
@@ -67,20 +67,20 @@ class Conversion:
     reused: int
 
 
-class Worker:
+class FakeWeightsModule:
     """A stand-in for the inspection and conversion modules: it stores its calls, and returns
     `found` or `made` or raises `error`.
     """
 
     def __init__(self) -> None:
-        self.found = Inspection()
-        self.made = Conversion(
+        self.found = FakeInspection()
+        self.made = FakeConversion(
             [("config.json", 600), ("model.safetensors", 3 << 29)], (3 << 29) + 600, 0
         )
         self.error: BaseException | None = None
         self.asked: list[tuple[Any, ...]] = []
 
-    def inspect_checkpoint(self, folder: Path) -> Inspection:
+    def inspect_checkpoint(self, folder: Path) -> FakeInspection:
         self.asked.append((folder,))
         if self.error is not None:
             raise self.error
@@ -88,7 +88,7 @@ class Worker:
 
     def convert_checkpoint(
         self, source: Path, target: Path, to: str, tp: int, model: Any, progress: Any
-    ) -> Conversion:
+    ) -> FakeConversion:
         self.asked.append((source, target, to, tp, model))
         progress(512 << 20, 2048 << 20)
         if self.error is not None:
@@ -97,37 +97,39 @@ class Worker:
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+def worker(monkeypatch: pytest.MonkeyPatch) -> FakeWeightsModule:
     """Replace both modules by stand-ins and return them."""
-    one = Worker()
-    for verb, name in NAMES.items():
+    fake_module = FakeWeightsModule()
+    for verb, name in MODULES_BY_VERB.items():
         module = ModuleType(name)
-        setattr(module, verb, getattr(one, verb))
+        setattr(module, verb, getattr(fake_module, verb))
         monkeypatch.setitem(sys.modules, name, module)
-    return one
+    return fake_module
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> RunCommand:
     """Return a function that runs a `weights` command in this process, in a folder with an empty
     checkpoint `src`.
     """
     (tmp_path / "src").mkdir()
     monkeypatch.chdir(tmp_path)
 
-    def command(*arguments: str) -> tuple[int, str, str]:
-        before = signal.getsignal(signal.SIGTERM)
+    def run_command(*arguments: str) -> tuple[int, str, str]:
+        handler_before = signal.getsignal(signal.SIGTERM)
         monkeypatch.setattr(sys, "argv", ["steelyard", "weights", *arguments])
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
-        signal.signal(signal.SIGTERM, before)
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, *capsys.readouterr()
+        signal.signal(signal.SIGTERM, handler_before)
+        assert isinstance(exit_info.value.code, int)
+        return exit_info.value.code, *capsys.readouterr()
 
-    return command
+    return run_command
 
 
-def test_help_teaches(run: Run) -> None:
+def test_help_shows_examples_and_commands(run: RunCommand) -> None:
     code, out, err = run("--help")
     assert (code, err) == (0, "")
     assert "steelyard weights get" in out.split("Example:")[1]
@@ -145,8 +147,8 @@ def test_help_teaches(run: Run) -> None:
         assert "--json" in out
 
 
-def test_inspect(run: Run, worker: Worker) -> None:
-    worker.found = Inspection(
+def test_inspect_prints_facts_files_and_notes(run: RunCommand, worker: FakeWeightsModule) -> None:
+    worker.found = FakeInspection(
         notes=["values are stored for an interleaved\nrotary patch", "one more"]
     )
     code, out, err = run("inspect", "src")
@@ -173,16 +175,18 @@ def test_inspect(run: Run, worker: Worker) -> None:
     ]
 
 
-def test_inspect_huggingface_of_many_files(run: Run, worker: Worker) -> None:
+def test_inspect_abbreviates_long_lists_of_files(
+    run: RunCommand, worker: FakeWeightsModule
+) -> None:
     files = [(f"model-{i:05}.safetensors", 3 << 20) for i in range(11)]
-    worker.found = Inspection("huggingface", 1, None, "fp16+fp32", files=files)
+    worker.found = FakeInspection("huggingface", 1, None, "fp16+fp32", files=files)
     lines = run("inspect", "src")[1].splitlines()
     assert lines[1:4] == ["shards      1", "iteration   /", "dtype       fp16+fp32"]
     assert lines[-9:-1] == [
         f"{'' if i else 'files':<12}model-{i:05}.safetensors  3.00 MiB" for i in range(8)
     ]
     assert lines[-1].strip() == "… and 3 more"
-    worker.found = Inspection(files=files[:8])
+    worker.found = FakeInspection(files=files[:8])
     assert "more" not in run("inspect", "src")[1]
 
 
@@ -195,12 +199,14 @@ def test_inspect_huggingface_of_many_files(run: Run, worker: Worker) -> None:
         (5 << 10, "5.00 KiB (5120 bytes)"),
     ],
 )
-def test_inspect_small_ones(size_bytes: int, said: str, run: Run, worker: Worker) -> None:
-    worker.found = Inspection(size_bytes=size_bytes)
+def test_inspect_prints_small_sizes(
+    size_bytes: int, said: str, run: RunCommand, worker: FakeWeightsModule
+) -> None:
+    worker.found = FakeInspection(size_bytes=size_bytes)
     assert run("inspect", "src")[1].splitlines()[5] == f"size        {said}"
 
 
-def test_inspect_json(run: Run, worker: Worker) -> None:
+def test_inspect_json(run: RunCommand, worker: FakeWeightsModule) -> None:
     code, out, err = run("inspect", "src", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out) == {
@@ -215,27 +221,27 @@ def test_inspect_json(run: Run, worker: Worker) -> None:
             {"name": "mp_rank_00/m.pt", "size_bytes": 6 << 30},
             {"name": "mp_rank_01/m.pt", "size_bytes": 700},
         ],
-        "shape": SHAPE,
+        "shape": MODEL_SHAPE,
         "notes": [],
     }
 
 
-def test_inspect_a_glm(run: Run, tmp_path: Path) -> None:
+def test_inspect_a_glm_checkpoint(run: RunCommand, tmp_path: Path) -> None:
     """The real module is used, in text and in JSON; converting such a checkpoint is refused."""
-    glm_checkpoints.put(tmp_path / "glm", glm_checkpoints.weights())
+    glm_checkpoints.write_glm_checkpoint(tmp_path / "glm", glm_checkpoints.make_weights())
     code, out, err = run("inspect", "glm")
     assert (code, err) == (0, "")
     lines = dict(line.split(maxsplit=1) for line in out.splitlines())
     size = lines.pop("size")
     assert lines.pop("files").startswith("500/mp_rank_00_model_states.pt  ")
-    table = {
+    expected_rows = {
         "layout": "glm",
         "shards": "1",
         "iteration": "500",
         "dtype": "fp32",
         "parameters": "18624",
     }
-    assert lines == table | {
+    assert lines == expected_rows | {
         "layers": "2",
         "hidden": "32",
         "heads": "/",
@@ -243,9 +249,9 @@ def test_inspect_a_glm(run: Run, tmp_path: Path) -> None:
         "vocab": "61",
         "positions": "24",
     }
-    told = json.loads(run("inspect", "glm", "--json")[1])
-    assert (told["layout"], told["iteration"], told["parameters"]) == ("glm", "500", 18624)
-    assert told["shape"] == {
+    answer = json.loads(run("inspect", "glm", "--json")[1])
+    assert (answer["layout"], answer["iteration"], answer["parameters"]) == ("glm", "500", 18624)
+    assert answer["shape"] == {
         "layers": 2,
         "hidden": 32,
         "heads": None,
@@ -253,16 +259,16 @@ def test_inspect_a_glm(run: Run, tmp_path: Path) -> None:
         "vocab": 61,
         "positions": 24,
     }
-    assert str(told["size_bytes"]) in size
+    assert str(answer["size_bytes"]) in size
     code, out, err = run("convert", "glm", "dst", "--to", "hf")
-    said = (
+    expected_error = (
         "error: glm: holds a checkpoint of the family glm, and one of the family llama is wanted;"
         " give weights of that family\n"
     )
-    assert (code, out, err) == (2, "", said)
+    assert (code, out, err) == (2, "", expected_error)
 
 
-def test_convert(run: Run, worker: Worker) -> None:
+def test_convert_prints_the_written_files(run: RunCommand, worker: FakeWeightsModule) -> None:
     code, out, err = run("convert", "src", "dst", "--to", "hf")
     assert (code, err) == (0, "")
     assert worker.asked == [(Path("src"), Path("dst"), "hf", 1, None)]
@@ -273,8 +279,8 @@ def test_convert(run: Run, worker: Worker) -> None:
     ]
 
 
-def test_convert_that_went_on(run: Run, worker: Worker) -> None:
-    worker.made = Conversion(
+def test_resumed_conversion_is_reported(run: RunCommand, worker: FakeWeightsModule) -> None:
+    worker.made = FakeConversion(
         [("mp_rank_00/m.pt", 5 << 10), ("mp_rank_01/m.pt", 5 << 10)], 10 << 10, 1
     )
     out = run("convert", "src", "dst", "--to", "megatron", "--tp", "2", "--case", CASE)[1]
@@ -284,14 +290,14 @@ def test_convert_that_went_on(run: Run, worker: Worker) -> None:
     assert out.splitlines()[-1] == golden("megatron-tp-2-2-file-10")
 
 
-def test_convert_that_was_done(run: Run, worker: Worker) -> None:
+def test_complete_conversion_is_reported(run: RunCommand, worker: FakeWeightsModule) -> None:
     worker.made = replace(worker.made, reused=2)
     code, out, err = run("convert", "src", "dst", "--to", "hf")
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == "huggingface: already complete, 2 file(s), 1.50 GiB, in dst"
 
 
-def test_convert_json(run: Run, worker: Worker, terminal: io.StringIO) -> None:
+def test_convert_json(run: RunCommand, worker: FakeWeightsModule, terminal: io.StringIO) -> None:
     code, out, err = run("convert", "src", "dst", "--to", "hf", "--json")
     assert (code, err, terminal.getvalue()) == (0, "", "")
     files = [
@@ -311,18 +317,21 @@ def test_convert_json(run: Run, worker: Worker, terminal: io.StringIO) -> None:
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """Return the text that a terminal on stderr would receive of the progress."""
-    seen, console = io.StringIO(), rich.console.Console
+    output, console = io.StringIO(), rich.console.Console
 
-    def make(stderr: bool, quiet: bool) -> rich.console.Console:
+    def make_console(stderr: bool, quiet: bool) -> rich.console.Console:
         assert stderr
-        return console(file=seen, force_terminal=True, width=120, quiet=quiet)
+        return console(file=output, force_terminal=True, width=120, quiet=quiet)
 
-    monkeypatch.setattr(rich.console, "Console", make)
-    return seen
+    monkeypatch.setattr(rich.console, "Console", make_console)
+    return output
 
 
 def test_convert_shows_progress(
-    run: Run, worker: Worker, terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
+    run: RunCommand,
+    worker: FakeWeightsModule,
+    terminal: io.StringIO,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = iter((100.0, 104.0))
     monkeypatch.setattr("steelyard.run.clock.now", lambda: next(clock))
@@ -332,11 +341,13 @@ def test_convert_shows_progress(
     assert "\x1b" not in out
 
 
-def test_convert_interrupted(run: Run, worker: Worker) -> None:
+def test_interrupted_conversion_says_how_to_resume(
+    run: RunCommand, worker: FakeWeightsModule
+) -> None:
     worker.error = KeyboardInterrupt()
-    said = "interrupted; run the same command again to go on\n"
-    assert run("convert", "src", "dst", "--to", "hf") == (1, "", said)
-    assert run("convert", "src", "dst", "--to", "hf", "--json") == (1, "", said)
+    expected = "interrupted; run the same command again to go on\n"
+    assert run("convert", "src", "dst", "--to", "hf") == (1, "", expected)
+    assert run("convert", "src", "dst", "--to", "hf", "--json") == (1, "", expected)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +378,7 @@ def test_convert_interrupted(run: Run, worker: Worker) -> None:
     ids=lambda value: "_".join(value)[-40:] if isinstance(value, tuple) else "",
 )
 def test_mistakes_get_one_line(
-    run: Run, worker: Worker, arguments: tuple[str, ...], said: str
+    run: RunCommand, worker: FakeWeightsModule, arguments: tuple[str, ...], said: str
 ) -> None:
     code, out, err = run(*arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -381,8 +392,8 @@ def test_mistakes_get_one_line(
     [("inspect", "src"), ("convert", "src", "dst", "--to", "hf")],
     ids=lambda one: one[0],
 )
-def test_refusals_of_the_work_get_one_line(
-    run: Run, worker: Worker, arguments: tuple[str, ...]
+def test_refusals_of_the_weights_modules_get_one_line(
+    run: RunCommand, worker: FakeWeightsModule, arguments: tuple[str, ...]
 ) -> None:
     worker.error = RequestError("'src' holds no weights;\nlook elsewhere")
     assert run(*arguments) == (2, "", golden("error-src-holds-no-weights-look"))
@@ -393,8 +404,11 @@ def test_refusals_of_the_work_get_one_line(
     [("inspect", "src"), ("convert", "src", "dst", "--to", "hf")],
     ids=lambda one: one[0],
 )
-def test_without_torch(
-    run: Run, worker: Worker, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+def test_weights_commands_need_torch(
+    run: RunCommand,
+    worker: FakeWeightsModule,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
 ) -> None:
     monkeypatch.setattr("steelyard.cli.weights.find_spec", lambda name: None)
     code, out, err = run(*arguments)

@@ -15,23 +15,23 @@ from steelyard.data.prompt_batches import PromptBatch, PromptPiece
 # Group 0 shares [1, 2, 3], group 1 is one prompt alone, group 2 shares [9].
 ROWS = [[1, 2, 3, 10], [1, 2, 3, 20, 21], [7, 8], [1, 2, 3, 30], [9, 4], [9, 5, 6]]
 GROUPS = [0, 0, 1, 0, 2, 2]
-SHARED = [3, 0, 1]
+SHARED_LENGTHS = [3, 0, 1]
 # Seeds with which three groups are drawn in the order 0, 1, 2 and 2, 0, 1.
 SEED_012, SEED_201 = 2, 1
 
 
-def arrays(batch: PromptBatch) -> dict[str, Any]:
+def convert_to_lists(batch: PromptBatch) -> dict[str, Any]:
     """Return every field of a batch with arrays as lists, so that a comparison shows what differs."""
-    out = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value
-        for name, value in out.items()
+        for name, value in fields.items()
     }
 
 
 def test_closed_batch_by_hand() -> None:
     batch = prompt_batches.make_closed_batch(ROWS, [5, 0, 2])
-    assert arrays(batch) == {
+    assert convert_to_lists(batch) == {
         "tokens": [9, 5, 6, 1, 2, 3, 10, 7, 8],
         "positions": [0, 1, 2, 0, 1, 2, 3, 0, 1],
         "q_lens": [3, 4, 2],
@@ -55,8 +55,8 @@ def test_closed_batch_by_hand() -> None:
     }
 
 
-def test_prefixes() -> None:
-    assert prompt_batches.measure_prefixes(ROWS, GROUPS) == SHARED
+def test_shared_prefix_lengths_by_hand() -> None:
+    assert prompt_batches.measure_prefixes(ROWS, GROUPS) == SHARED_LENGTHS
     assert prompt_batches.measure_prefixes([], []) == []
     assert prompt_batches.measure_prefixes([[1, 2, 3]], [0]) == [0]  # a group of one shares nothing
     # equal prompts: the last token of each is not shared
@@ -79,10 +79,12 @@ BINS = [
 
 
 def test_open_batches_by_hand() -> None:
-    cache = 3
+    cache_rows = 3
     first, second, third = (
-        arrays(prompt_batches.make_open_batch(ROWS, pieces, after, SHARED, cache))
-        for pieces, after in zip(BINS, [*BINS[1:], None], strict=True)
+        convert_to_lists(
+            prompt_batches.make_open_batch(ROWS, pieces, next_pieces, SHARED_LENGTHS, cache_rows)
+        )
+        for pieces, next_pieces in zip(BINS, [*BINS[1:], None], strict=True)
     )
     assert first == {
         "tokens": [1, 2, 3, 10, 20, 21],
@@ -136,20 +138,22 @@ def test_open_batches_by_hand() -> None:
     }
 
 
-def test_a_prefix_is_kept_only_for_a_group_that_goes_on() -> None:
-    other = [PromptPiece(1, 2, 2)]
-    assert prompt_batches.make_open_batch(ROWS, BINS[0], other, SHARED, 3).keep is None
+def test_a_prefix_is_kept_only_for_a_group_that_continues_in_the_next_bin() -> None:
+    other_group = [PromptPiece(1, 2, 2)]
+    assert (
+        prompt_batches.make_open_batch(ROWS, BINS[0], other_group, SHARED_LENGTHS, 3).keep is None
+    )
     assert (
         prompt_batches.make_open_batch(
-            ROWS, BINS[0], [PromptPiece(2, None, 1), PromptPiece(2, 4, 1)], SHARED, 3
+            ROWS, BINS[0], [PromptPiece(2, None, 1), PromptPiece(2, 4, 1)], SHARED_LENGTHS, 3
         ).keep
         is None
     )
-    assert prompt_batches.make_open_batch(ROWS, BINS[0], None, SHARED, 3).keep is None
+    assert prompt_batches.make_open_batch(ROWS, BINS[0], None, SHARED_LENGTHS, 3).keep is None
     # A prefix that the first bin kept stays in the cache for a third bin and is not kept again.
     assert (
         prompt_batches.make_open_batch(
-            ROWS, [PromptPiece(0, 1, 2)], [PromptPiece(0, 3, 1)], SHARED, 3
+            ROWS, [PromptPiece(0, 1, 2)], [PromptPiece(0, 3, 1)], SHARED_LENGTHS, 3
         ).keep
         is None
     )
@@ -168,8 +172,8 @@ def test_open_bins_by_hand() -> None:
     ]
     one_bin = [
         piece
-        for one in prompt_batches.plan_open_bins(ROWS, GROUPS, 5, SEED_012)[0]
-        for piece in one
+        for pieces in prompt_batches.plan_open_bins(ROWS, GROUPS, 5, SEED_012)[0]
+        for piece in pieces
     ]
     assert prompt_batches.plan_open_bins(ROWS, GROUPS, 13, SEED_012) == [[one_bin]]
 
@@ -222,13 +226,21 @@ def test_open_bins_over_ranks_by_hand() -> None:
     ]
 
 
-def test_more_ranks_than_prompts() -> None:
+def test_more_ranks_than_prompts_leave_ranks_without_bins() -> None:
     ranks = prompt_batches.plan_open_bins(ROWS[:2], [0, 0], 100, 0, replicas=4)
-    assert sorted(p.item for bins in ranks for one in bins for p in one if p.item is not None) == [
+    assert sorted(
+        piece.item
+        for bins in ranks
+        for pieces in bins
+        for piece in pieces
+        if piece.item is not None
+    ) == [
         0,
         1,
     ]
-    assert [[sum(p.item is not None for p in one) for one in bins] for bins in ranks].count([]) == 2
+    assert [
+        [sum(piece.item is not None for piece in pieces) for pieces in bins] for bins in ranks
+    ].count([]) == 2
     assert sorted(prompt_batches.deal_equal_bins([4, 5], 100, 0, multiple=4)) == [[0], [1]]
 
 
@@ -245,8 +257,8 @@ def test_counts_by_brute_force(q_lens: list[int], k_lens: list[int]) -> None:
         for i, j in product(range(q), range(k)):
             square += 1
             pairs += j <= i + (k - q)
-    found = prompt_batches.count_batch(q_lens, k_lens, 2, padded=9)
-    assert found == {
+    counts = prompt_batches.count_batch(q_lens, k_lens, 2, padded=9)
+    assert counts == {
         "tokens": sum(q_lens), "samples": 2, "padded": 9, "logits": 2, "pairs": pairs, "square": square,
     }  # fmt: skip
 
@@ -258,20 +270,20 @@ def test_equal_bins_by_hand() -> None:
     lengths = [5, 3, 9, 1, 7, 7]
     for seed in range(5):
         bins = prompt_batches.deal_equal_bins(lengths, 16, seed)
-        assert sorted(sorted(one) for one in bins) == [[0, 1, 2], [3, 4, 5]]
+        assert sorted(sorted(items) for items in bins) == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 3, 8])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_equal_bins(multiple: int, seed: int) -> None:
+def test_equal_bins_differ_by_two_percent_of_the_budget_at_most(multiple: int, seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randrange(200, 2049) for _ in range(500)]
     budget = 16384
     bins = prompt_batches.deal_equal_bins(lengths, budget, seed, multiple)
-    assert sorted(i for one in bins for i in one) == list(range(500))
+    assert sorted(item for items in bins for item in items) == list(range(500))
     fewest = -(-sum(lengths) // budget)
     assert len(bins) == -(-fewest // multiple) * multiple
-    sizes = [sum(lengths[i] for i in one) for one in bins]
+    sizes = [sum(lengths[item] for item in items) for items in bins]
     assert max(sizes) - min(sizes) <= 0.02 * budget
     assert max(sizes) <= budget * 1.02
     assert bins == prompt_batches.deal_equal_bins(lengths, budget, seed, multiple)
@@ -286,14 +298,14 @@ def test_any_prefix_of_the_bins_is_a_fair_sample() -> None:
     lengths = [rng.randrange(200, 2049) for _ in range(2000)]
     bins = prompt_batches.deal_equal_bins(lengths, 16384, 0)
     mean = sum(lengths) / len(lengths)
-    firsts = [lengths[one[0]] for one in bins]
+    first_lengths = [lengths[items[0]] for items in bins]
     # 150 tokens are 3 standard errors of the mean; with the longest first it would be 1900
-    assert abs(sum(firsts) / len(firsts) - mean) < 150
-    half = [lengths[i] for one in bins[: len(bins) // 2] for i in one]
-    assert abs(sum(half) / len(half) - mean) < 50
+    assert abs(sum(first_lengths) / len(first_lengths) - mean) < 150
+    half_lengths = [lengths[item] for items in bins[: len(bins) // 2] for item in items]
+    assert abs(sum(half_lengths) / len(half_lengths) - mean) < 50
 
 
-def test_a_prompt_longer_than_the_budget_is_a_bin() -> None:
+def test_a_prompt_longer_than_the_budget_gets_its_own_bin() -> None:
     assert sorted(prompt_batches.deal_equal_bins([50, 40], 16, 0)) == [[0], [1]]
 
 
@@ -315,7 +327,7 @@ def test_sorted_batches_by_hand() -> None:
     assert prompt_batches.make_sorted_batches([], 64, 16, 0) == []
 
 
-def test_sorted_batches_leave_no_batch_of_one_behind() -> None:
+def test_sorted_batches_merge_a_last_batch_of_one() -> None:
     """Two prompts padded to 32 fill 64 tokens; the prompt of 16 that is left joins them instead of
     being a batch with a shape of its own.
     """
@@ -323,15 +335,15 @@ def test_sorted_batches_leave_no_batch_of_one_behind() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_sorted_batches(seed: int) -> None:
+def test_sorted_batches_fit_the_budget_and_come_in_random_order(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randrange(200, 2049) for _ in range(300)]
     bins = prompt_batches.make_sorted_batches(lengths, 8192, 16, seed)
-    assert sorted(i for one in bins for i in one) == list(range(300))
-    for one in bins:
-        width = -(-max(lengths[i] for i in one) // 16) * 16
-        assert (len(one) - 1) * width <= 8192  # it may have taken in a last prompt
-    longest = [max(lengths[i] for i in one) for one in bins]
+    assert sorted(item for items in bins for item in items) == list(range(300))
+    for items in bins:
+        width = -(-max(lengths[item] for item in items) // 16) * 16
+        assert (len(items) - 1) * width <= 8192  # it may have taken in a last prompt
+    longest = [max(lengths[item] for item in items) for items in bins]
     assert longest != sorted(longest)
     assert longest != sorted(longest, reverse=True)
     assert bins == prompt_batches.make_sorted_batches(lengths, 8192, 16, seed)

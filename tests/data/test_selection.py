@@ -11,10 +11,12 @@ from steelyard.data.seeded_draws import choose_items
 from steelyard.errors import RequestError
 
 GROUPS = {"anatomy": range(4), "astronomy": range(4, 7), "college_physics": range(7, 12)}
-FORM = "a line is an id, such as 12, or a range, such as 12-20; for a set with groups also NAME/12"
+LINE_FORMAT = (
+    "a line is an id, such as 12, or a range, such as 12-20; for a set with groups also NAME/12"
+)
 
 
-def written(folder: Path, content: bytes) -> Path:
+def write_ids(folder: Path, content: bytes) -> Path:
     """Write a file of ids and return its path."""
     path = folder / "ids.txt"
     path.write_bytes(content)
@@ -32,39 +34,39 @@ def written(folder: Path, content: bytes) -> Path:
         (gzip.compress(b"1\n2\n", mtime=0), ("1-2",)),
     ],
 )
-def test_one_selection_has_one_spelling(
+def test_equal_selections_are_normalized_to_equal_ids(
     content: bytes, ids: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert selection.read_ids(written(tmp_path, content)) == ids
-    assert tuple(selection.normalize_id(one) for one in ids) == ids
+    assert selection.read_ids(write_ids(tmp_path, content)) == ids
+    assert tuple(selection.normalize_id(spelled) for spelled in ids) == ids
 
 
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (b"", f": no ids; {FORM}"),
-        (b"# nothing\n", f": no ids; {FORM}"),
-        (b"1\n-2\n", f": line 2 is '-2'; {FORM}"),
-        (b"1 2", f": line 1 is '1 2'; {FORM}"),
-        (b"a/b/3", f": line 1 is 'a/b/3'; {FORM}"),
-        (b"1234567890", f": line 1 is '1234567890'; {FORM}"),
+        (b"", f": no ids; {LINE_FORMAT}"),
+        (b"# nothing\n", f": no ids; {LINE_FORMAT}"),
+        (b"1\n-2\n", f": line 2 is '-2'; {LINE_FORMAT}"),
+        (b"1 2", f": line 1 is '1 2'; {LINE_FORMAT}"),
+        (b"a/b/3", f": line 1 is 'a/b/3'; {LINE_FORMAT}"),
+        (b"1234567890", f": line 1 is '1234567890'; {LINE_FORMAT}"),
         (b"5-3", ": line 1 is '5-3'; a range ends where it begins, or later"),
         (b"9\n3\n1-4\n", ": line 3 names 3 again, after line 2; name it once"),
         (b"a/1\n1\na/1", ": line 3 names a/1 again, after line 1; name it once"),
-        (b"\xff\n", f": line 1 is not UTF-8; {FORM}"),
-        (b"1" * 513, f": line 1 has more than 512 bytes; {FORM}"),
+        (b"\xff\n", f": line 1 is not UTF-8; {LINE_FORMAT}"),
+        (b"1" * 513, f": line 1 has more than 512 bytes; {LINE_FORMAT}"),
         (b"0-10000000\n", ": its ranges name more than 10000000 ids, the limit"),
     ],
 )
-def test_a_bad_file_is_one_line(content: bytes, line: str, tmp_path: Path) -> None:
-    path = written(tmp_path, content)
-    with pytest.raises(RequestError) as caught:
+def test_an_invalid_file_is_refused_in_one_line(content: bytes, line: str, tmp_path: Path) -> None:
+    path = write_ids(tmp_path, content)
+    with pytest.raises(RequestError) as error:
         selection.read_ids(path)
-    assert str(caught.value) == f"{path}{line}"
+    assert str(error.value) == f"{path}{line}"
 
 
-def test_a_file_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written(tmp_path, b"1\n3\n5\n")
+def test_a_file_of_ids_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_ids(tmp_path, b"1\n3\n5\n")
     monkeypatch.setattr(selection, "MAX_LINES", 3)
     assert selection.read_ids(path) == ("1", "3", "5")
     monkeypatch.setattr(selection, "MAX_LINES", 2)
@@ -80,7 +82,7 @@ def test_a_file_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         selection.read_ids(tmp_path / "none")
 
 
-def test_ids_are_places_of_the_set_or_of_a_group() -> None:
+def test_ids_are_positions_in_the_set_or_in_a_group() -> None:
     assert selection.find_positions(("11", "2", "5-6"), 12, "question") == [2, 5, 6, 11]
     assert selection.find_positions(
         ("0", "astronomy/0-1", "college_physics/4"), 12, "question", GROUPS
@@ -114,12 +116,12 @@ def test_ids_are_places_of_the_set_or_of_a_group() -> None:
         ),
     ],
 )
-def test_ids_that_name_nothing(
+def test_ids_without_an_item_are_refused(
     ids: tuple[str, ...], groups: dict[str, range] | None, line: str
 ) -> None:
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError) as error:
         selection.find_positions(ids, 12, "passage", groups)
-    assert str(caught.value) == line
+    assert str(error.value) == line
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_ids_that_name_nothing(
         ("stronomy", "nearest: astronomy"),
     ],
 )
-def test_an_unknown_subject_has_the_nearest_beside_it(name: str, hint: str) -> None:
+def test_an_unknown_subject_is_refused_with_the_nearest_names(name: str, hint: str) -> None:
     assert selection.find_group_positions(["college_physics", "anatomy"], GROUPS) == [
         0,
         1,
@@ -144,12 +146,12 @@ def test_an_unknown_subject_has_the_nearest_beside_it(name: str, hint: str) -> N
         10,
         11,
     ]
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError) as error:
         selection.find_group_positions(["anatomy", name], GROUPS)
-    assert str(caught.value) == f"--subjects {name!r}: no such subject; {hint}"
+    assert str(error.value) == f"--subjects {name!r}: no such subject; {hint}"
 
 
-def test_names_of_the_command_line() -> None:
+def test_subjects_are_parsed_from_the_command_line() -> None:
     assert selection.parse_subjects("virology, anatomy") == ("anatomy", "virology")
     for text in ("", "a,,b", " "):
         with pytest.raises(RequestError, match="names subjects with commas between"):
@@ -158,14 +160,14 @@ def test_names_of_the_command_line() -> None:
         selection.parse_subjects("b,a,b")
 
 
-def test_a_sample_of_a_selection_is_of_it() -> None:
+def test_a_sample_is_drawn_from_the_selection() -> None:
     pool = [3, 5, 8, 9, 30]
-    part = choose_items(40, 3, 7, pool=pool)
-    assert len(part) == 3
-    assert set(part) < set(pool)
-    assert part == sorted(part)
-    assert part == [pool[i] for i in choose_items(5, 3, 7)]  # as of any five
+    sample = choose_items(40, 3, 7, pool=pool)
+    assert len(sample) == 3
+    assert set(sample) < set(pool)
+    assert sample == sorted(sample)
+    assert sample == [pool[i] for i in choose_items(5, 3, 7)]  # as of any five
     assert choose_items(40, None, 7, pool=pool) == pool
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError) as error:
         choose_items(40, 6, 7, pool=pool)
-    assert str(caught.value) == golden("sample-6-of-those-chosen-there")
+    assert str(error.value) == golden("sample-6-of-those-chosen-there")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from fixtures.commands import Shell, finish, wait_for
+from fixtures.commands import Shell, wait_for, wait_for_result
 from fixtures.golden import golden
 from steelyard import cli
 from steelyard.data import token_files as module
@@ -24,13 +24,13 @@ from steelyard.data.token_files import CorpusSplit, TokenFiles, inspect_corpus, 
 from steelyard.data.tokenizer import WordHashTokenizer
 from steelyard.errors import LostError, RequestError
 
-MADE = WordHashTokenizer(512)
+TOKENIZER = WordHashTokenizer(512)
 TEXTS = ["one two", "three, four", "five\nsix \u20ac"]
 
-Run = Callable[..., tuple[int, str, str]]
+RunCommand = Callable[..., tuple[int, str, str]]
 
 
-class Endless(WordHashTokenizer):
+class NoEndTokenizer(WordHashTokenizer):
     """A tokenizer that has no end token."""
 
     @property
@@ -38,14 +38,14 @@ class Endless(WordHashTokenizer):
         return None
 
 
-class Ending(WordHashTokenizer):
+class EndAddingTokenizer(WordHashTokenizer):
     """A tokenizer that appends its end token to every text."""
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [[*ids, self.end] for ids in super().encode(texts)]
 
 
-def lines(path: Path, texts: list[str], key: str = "text") -> Path:
+def write_lines(path: Path, texts: list[str], key: str = "text") -> Path:
     """Write texts as JSON lines under `key`, compressed if the name ends in .gz, and return the
     path.
     """
@@ -54,71 +54,87 @@ def lines(path: Path, texts: list[str], key: str = "text") -> Path:
     return path
 
 
-def documents(corpus: Corpus) -> list[list[int]]:
+def list_documents(corpus: Corpus) -> list[list[int]]:
     """Return the tokens of each document."""
     return [part.tolist() for part in np.split(corpus.ids, corpus.ends[:-1])]
 
 
-def left(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     """Return the sorted file names of a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz"])
-def test_packed_documents_come_back(tmp_path: Path, name: str) -> None:
-    told: list[tuple[int, int]] = []
-    source = lines(tmp_path / name, TEXTS)
-    made = write_token_files(
-        [source], MADE, tmp_path / "c", watch=lambda done, total: told.append((done, total))
+def test_token_files_hold_the_encoded_documents(tmp_path: Path, name: str) -> None:
+    progress: list[tuple[int, int]] = []
+    source = write_lines(tmp_path / name, TEXTS)
+    token_files = write_token_files(
+        [source],
+        TOKENIZER,
+        tmp_path / "c",
+        watch=lambda done, total: progress.append((done, total)),
     )
-    found = open_corpus(tmp_path / "c")
-    expected = [[*ids, MADE.end] for ids in MADE.encode(TEXTS)]
-    assert documents(found) == expected
+    corpus = open_corpus(tmp_path / "c")
+    expected = [[*ids, TOKENIZER.end] for ids in TOKENIZER.encode(TEXTS)]
+    assert list_documents(corpus) == expected
     sizes = [
         (f"c{suffix}", (tmp_path / f"c{suffix}").stat().st_size)
         for suffix in ("_ids.npy", "_idx.npz")
     ]
-    assert made == TokenFiles(3, sum(map(len, expected)), 0, sizes, fingerprint_corpus(found, None))
-    assert told == [(source.stat().st_size,) * 2]
+    assert token_files == TokenFiles(
+        3, sum(map(len, expected)), 0, sizes, fingerprint_corpus(corpus, None)
+    )
+    assert progress == [(source.stat().st_size,) * 2]
     ids, index = np.load(tmp_path / "c_ids.npy"), np.load(tmp_path / "c_idx.npz")
     assert (ids.dtype, index["lens"].dtype, index["docs"].dtype) == (np.uint16, np.int32, np.int64)
     assert index["docs"].tolist() == [0, 1, 2, 3]
-    assert left(tmp_path) == ["c_ids.npy", "c_idx.npz", name]
+    assert list_names(tmp_path) == ["c_ids.npy", "c_idx.npz", name]
 
 
-def test_many_batches_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_files_are_encoded_in_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "BATCH_TEXTS", 4)
     monkeypatch.setattr(module, "BATCH_CHARACTERS", 40)
-    texts = [f"{'word ' * (i % 13)}{i}" for i in range(50)]
-    inputs = [lines(tmp_path / "a.jsonl", texts[:21]), lines(tmp_path / "b.jsonl.gz", texts[21:])]
-    told: list[tuple[int, int]] = []
-    made = write_token_files(
-        inputs, WordHashTokenizer(70_000), tmp_path / "c", watch=lambda *now: told.append(now)
+    texts = [f"{'word ' * (number % 13)}{number}" for number in range(50)]
+    inputs = [
+        write_lines(tmp_path / "a.jsonl", texts[:21]),
+        write_lines(tmp_path / "b.jsonl.gz", texts[21:]),
+    ]
+    progress: list[tuple[int, int]] = []
+    token_files = write_token_files(
+        inputs, WordHashTokenizer(70_000), tmp_path / "c", watch=lambda *now: progress.append(now)
     )
-    found = open_corpus(tmp_path / "c")
-    assert found.ids.dtype == np.int32
-    assert documents(found) == [[*ids, 0] for ids in WordHashTokenizer(70_000).encode(texts)]
-    assert made.documents == 50
-    assert len(told) > 10
-    assert told == sorted(told)
-    assert told[-1] == (sum(path.stat().st_size for path in inputs),) * 2
+    corpus = open_corpus(tmp_path / "c")
+    assert corpus.ids.dtype == np.int32
+    assert list_documents(corpus) == [[*ids, 0] for ids in WordHashTokenizer(70_000).encode(texts)]
+    assert token_files.documents == 50
+    assert len(progress) > 10
+    assert progress == sorted(progress)
+    assert progress[-1] == (sum(path.stat().st_size for path in inputs),) * 2
 
 
-def test_ends_keys_and_empty_documents(tmp_path: Path) -> None:
-    source = lines(tmp_path / "in", ["", "one", " \n", "two"], "content")
-    made = write_token_files([source], MADE, tmp_path / "c", key="content", append_end=False)
-    assert (made.documents, made.skipped) == (2, 2)
-    assert documents(open_corpus(tmp_path / "c")) == MADE.encode(["one", "two"])
-    write_token_files([source], Endless(512), tmp_path / "d", key="content", append_end=False)
-    write_token_files([source], Ending(512), tmp_path / "e", key="content")
-    assert documents(open_corpus(tmp_path / "e")) == Ending(512).encode(["one", "two"])
+def test_end_tokens_text_keys_and_empty_documents(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", ["", "one", " \n", "two"], "content")
+    token_files = write_token_files(
+        [source], TOKENIZER, tmp_path / "c", key="content", append_end=False
+    )
+    assert (token_files.documents, token_files.skipped) == (2, 2)
+    assert list_documents(open_corpus(tmp_path / "c")) == TOKENIZER.encode(["one", "two"])
+    write_token_files(
+        [source], NoEndTokenizer(512), tmp_path / "d", key="content", append_end=False
+    )
+    write_token_files([source], EndAddingTokenizer(512), tmp_path / "e", key="content")
+    assert list_documents(open_corpus(tmp_path / "e")) == EndAddingTokenizer(512).encode(
+        ["one", "two"]
+    )
     with pytest.raises(
         RequestError, match=r"does not say which token ends a text; .*--no-append-end"
     ):
-        write_token_files([source], Endless(512), tmp_path / "f", key="content")
+        write_token_files([source], NoEndTokenizer(512), tmp_path / "f", key="content")
 
 
-GOOD = b'{"text": "one"}\n'
+VALID_LINE = b'{"text": "one"}\n'
 
 
 @pytest.mark.parametrize(
@@ -126,58 +142,64 @@ GOOD = b'{"text": "one"}\n'
     [
         (b"", "no documents; give at least one line"),
         (b'{"text": " "}\n', "no documents; give at least one line"),
-        (GOOD + b"\n", "line 2 is not JSON in UTF-8: Expecting value"),
-        (GOOD + b'{"text": "one"', "line 2 is not JSON in UTF-8"),
-        (GOOD * 2 + b'{"text": "\xff"}\n', "line 3 is not JSON in UTF-8: 'utf-8' codec"),
-        (b"\xef\xbb\xbf" + GOOD, "line 1 is not JSON in UTF-8: Unexpected UTF-8 BOM"),
-        (GOOD + b"[" * 100_000, "line 2 is not JSON in UTF-8"),
+        (VALID_LINE + b"\n", "line 2 is not JSON in UTF-8: Expecting value"),
+        (VALID_LINE + b'{"text": "one"', "line 2 is not JSON in UTF-8"),
+        (VALID_LINE * 2 + b'{"text": "\xff"}\n', "line 3 is not JSON in UTF-8: 'utf-8' codec"),
+        (b"\xef\xbb\xbf" + VALID_LINE, "line 1 is not JSON in UTF-8: Unexpected UTF-8 BOM"),
+        (VALID_LINE + b"[" * 100_000, "line 2 is not JSON in UTF-8"),
         (
-            GOOD + b'["text"]\n',
+            VALID_LINE + b'["text"]\n',
             r"line 2 is \['text'\]; a line is \{\"text\": \"…\"\}; name another key with --key",
         ),
-        (GOOD + b'{"texts": "one"}\n', "line 2 is {'texts': 'one'}; a line is"),
-        (GOOD + b'{"text": 1}\n', "line 2 is {'text': 1}; a line is"),
-        (GOOD + b'{"text": null}\n', "line 2 is {'text': None}; a line is"),
-        (GOOD + b'{"text": "\\ud83d"}\n', "line 2 has the text '.*'; a text must be valid Unicode"),
-        (GOOD + b'{"text": "' + b"x" * 200 + b'"}\n', "line 2 has more than 100 bytes"),
-        (gzip.compress(GOOD * 1000, mtime=0)[:-20], "cannot be read: Compressed file ended"),
-        (gzip.compress(GOOD, mtime=0)[:-8] + bytes(8), "cannot be read: CRC check failed"),
+        (VALID_LINE + b'{"texts": "one"}\n', "line 2 is {'texts': 'one'}; a line is"),
+        (VALID_LINE + b'{"text": 1}\n', "line 2 is {'text': 1}; a line is"),
+        (VALID_LINE + b'{"text": null}\n', "line 2 is {'text': None}; a line is"),
+        (
+            VALID_LINE + b'{"text": "\\ud83d"}\n',
+            "line 2 has the text '.*'; a text must be valid Unicode",
+        ),
+        (VALID_LINE + b'{"text": "' + b"x" * 200 + b'"}\n', "line 2 has more than 100 bytes"),
+        (gzip.compress(VALID_LINE * 1000, mtime=0)[:-20], "cannot be read: Compressed file ended"),
+        (gzip.compress(VALID_LINE, mtime=0)[:-8] + bytes(8), "cannot be read: CRC check failed"),
     ],
 )
-def test_bad_lines_leave_nothing(
+def test_invalid_lines_leave_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, reason: str
 ) -> None:
     if b"xxx" in content:
         monkeypatch.setattr(module, "MAX_LINE_BYTES", 100)
     (tmp_path / "in.jsonl").write_bytes(content)
     with pytest.raises(RequestError, match=reason) as error:
-        write_token_files([tmp_path / "in.jsonl"], MADE, tmp_path / "c")
+        write_token_files([tmp_path / "in.jsonl"], TOKENIZER, tmp_path / "c")
     assert str(error.value).startswith(str(tmp_path / "in.jsonl"))
     assert "\n" not in str(error.value)
-    assert left(tmp_path) == ["in.jsonl"]
+    assert list_names(tmp_path) == ["in.jsonl"]
 
 
-def test_nothing_is_written_over_unasked(tmp_path: Path) -> None:
-    source = lines(tmp_path / "in.jsonl", TEXTS)
-    write_token_files([source], MADE, tmp_path / "c")
-    for kept in ("c_ids.npy", "c_idx.npz"):
+def test_existing_files_are_overwritten_only_with_force(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", TEXTS)
+    write_token_files([source], TOKENIZER, tmp_path / "c")
+    for existing in ("c_ids.npy", "c_idx.npz"):
         with pytest.raises(
-            RequestError, match=f"{kept} exists; choose another --out, or overwrite it with --force"
+            RequestError,
+            match=f"{existing} exists; choose another --out, or overwrite it with --force",
         ):
-            write_token_files([source], MADE, tmp_path / "c")
+            write_token_files([source], TOKENIZER, tmp_path / "c")
         (tmp_path / "c_ids.npy").unlink(missing_ok=True)
-    write_token_files([source], MADE, tmp_path / "c", force=True)
-    before = (tmp_path / "c_ids.npy").read_bytes()
+    write_token_files([source], TOKENIZER, tmp_path / "c", force=True)
+    content_before = (tmp_path / "c_ids.npy").read_bytes()
     (tmp_path / "bad.jsonl").write_text("no\n")
     with pytest.raises(RequestError):
-        write_token_files([tmp_path / "bad.jsonl"], MADE, tmp_path / "c", force=True)
-    assert (tmp_path / "c_ids.npy").read_bytes() == before
-    write_token_files([lines(tmp_path / "in.jsonl", TEXTS[:1])], MADE, tmp_path / "c", force=True)
-    assert documents(open_corpus(tmp_path / "c")) == [[*MADE.encode(TEXTS[:1])[0], 0]]
+        write_token_files([tmp_path / "bad.jsonl"], TOKENIZER, tmp_path / "c", force=True)
+    assert (tmp_path / "c_ids.npy").read_bytes() == content_before
+    write_token_files(
+        [write_lines(tmp_path / "in.jsonl", TEXTS[:1])], TOKENIZER, tmp_path / "c", force=True
+    )
+    assert list_documents(open_corpus(tmp_path / "c")) == [[*TOKENIZER.encode(TEXTS[:1])[0], 0]]
 
 
-def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    source = lines(tmp_path / "in.jsonl", TEXTS)
+def test_invalid_inputs_and_outputs_are_refused(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", TEXTS)
     for inputs, out, reason in (
         ([source, tmp_path / "none"], "c", "none' is not a file; give .jsonl or .jsonl.gz files"),
         ([tmp_path], "c", "is not a file; give .jsonl"),
@@ -185,8 +207,8 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ([source], "no/c", "no folder .*no'; make it, or choose another"),
     ):
         with pytest.raises(RequestError, match=reason):
-            write_token_files(inputs, MADE, tmp_path / out)
-    assert left(tmp_path) == ["in.jsonl"]
+            write_token_files(inputs, TOKENIZER, tmp_path / out)
+    assert list_names(tmp_path) == ["in.jsonl"]
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -195,91 +217,98 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
     [OSError(28, "No space left on device"), KeyboardInterrupt()],
     ids=["full", "interrupt"],
 )
-def test_a_failure_at_the_end_leaves_nothing(
+def test_a_failure_at_the_end_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, fault: Any
 ) -> None:
-    real, calls = getattr(os, call), 0
+    real_call, calls = getattr(os, call), 0
 
-    def second_fails(*arguments: Any) -> None:
+    def fail_second_call(*arguments: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise fault
-        real(*arguments)
+        real_call(*arguments)
 
-    monkeypatch.setattr(os, call, second_fails)
+    monkeypatch.setattr(os, call, fail_second_call)
     with pytest.raises(LostError if isinstance(fault, OSError) else KeyboardInterrupt) as error:
-        write_token_files([lines(tmp_path / "in.jsonl", TEXTS)], MADE, tmp_path / "c")
+        write_token_files([write_lines(tmp_path / "in.jsonl", TEXTS)], TOKENIZER, tmp_path / "c")
     if isinstance(fault, OSError):
         assert str(error.value).endswith(golden("cannot-be-written-no-space-left"))
-    assert left(tmp_path) == ["in.jsonl"]
+    assert list_names(tmp_path) == ["in.jsonl"]
 
 
-def test_inspect_counts() -> None:
+def test_inspection_counts_documents_tokens_and_rows() -> None:
     ids = np.arange(5000, dtype=np.uint16)
-    found = inspect_corpus(Corpus(ids, np.array([4200, 4210, 5000]), "c"))
-    assert found.splits == {
+    inspection = inspect_corpus(Corpus(ids, np.array([4200, 4210, 5000]), "c"))
+    assert inspection.splits == {
         "train": CorpusSplit(1, 4200),
         "valid": CorpusSplit(1, 10),
         "test": CorpusSplit(1, 790),
     }
-    assert (found.documents, found.tokens, found.rows, found.highest) == (3, 5000, 2, 4999)
-    assert (found.shortest, found.longest, found.mean) == (10, 4200, 5000 / 3)
-    few = inspect_corpus(Corpus(ids, np.array([4200, 5000]), "c"))
-    assert (few.splits, few.rows) == (None, None)
+    assert (inspection.documents, inspection.tokens, inspection.rows, inspection.highest) == (
+        3,
+        5000,
+        2,
+        4999,
+    )
+    assert (inspection.shortest, inspection.longest, inspection.mean) == (10, 4200, 5000 / 3)
+    too_few_documents = inspect_corpus(Corpus(ids, np.array([4200, 5000]), "c"))
+    assert (too_few_documents.splits, too_few_documents.rows) == (None, None)
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> RunCommand:
     """Return a function that runs a `data` command in this process, with the word-hash tokenizer
     for every path, and returns its exit status, stdout and stderr.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda places: MADE)
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda places: TOKENIZER)
 
     def command(*arguments: str) -> tuple[int, str, str]:
-        before = signal.getsignal(signal.SIGTERM)
+        handler_before = signal.getsignal(signal.SIGTERM)
         monkeypatch.setattr(sys, "argv", ["steelyard", "data", *arguments])
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
-        signal.signal(signal.SIGTERM, before)
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, *capsys.readouterr()
+        signal.signal(signal.SIGTERM, handler_before)
+        assert isinstance(exit_info.value.code, int)
+        return exit_info.value.code, *capsys.readouterr()
 
     return command
 
 
-def test_help_teaches(run: Run) -> None:
-    code, out, err = run("--help")
-    assert (code, err) == (0, "")
-    assert "steelyard data get" in out.split("Example:")[1]
-    assert [line.split()[0] for line in out.split("Commands:")[1].split("\n") if line] == [
+def test_help_shows_examples(run: RunCommand) -> None:
+    code, stdout, stderr = run("--help")
+    assert (code, stderr) == (0, "")
+    assert "steelyard data get" in stdout.split("Example:")[1]
+    assert [line.split()[0] for line in stdout.split("Commands:")[1].split("\n") if line] == [
         "get",
         "list",
         "pack",
         "inspect",
     ]
     for verb in ("pack", "inspect"):
-        code, out, err = run(verb, "--help")
-        assert (code, err) == (0, "")
-        assert f"steelyard data {verb}" in out.split("Example", 1)[1]
-        assert "--json" in out
+        code, stdout, stderr = run(verb, "--help")
+        assert (code, stderr) == (0, "")
+        assert f"steelyard data {verb}" in stdout.split("Example", 1)[1]
+        assert "--json" in stdout
 
 
-def test_the_verbs(run: Run, tmp_path: Path) -> None:
-    lines(tmp_path / "in.jsonl", [*TEXTS, ""])
-    code, out, err = run("pack", "in.jsonl", "--tokenizer", "any", "--out", "c")
-    mark = fingerprint_corpus(open_corpus(tmp_path / "c"), None)
+def test_pack_and_inspect_from_the_command_line(run: RunCommand, tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", [*TEXTS, ""])
+    code, stdout, stderr = run("pack", "in.jsonl", "--tokenizer", "any", "--out", "c")
+    digest = fingerprint_corpus(open_corpus(tmp_path / "c"), None)
     tokens = len(open_corpus(tmp_path / "c").ids)
-    assert (code, err) == (0, "")
-    assert out.splitlines()[:5] == [
+    assert (code, stderr) == (0, "")
+    assert stdout.splitlines()[:5] == [
         "documents    3",
         "skipped      1 without a word",
         f"tokens       {tokens}",
-        f"fingerprint  {mark}",
+        f"fingerprint  {digest}",
         f"files        c_ids.npy  {128 + 2 * tokens} bytes",
     ]
-    code, out, err = run(
+    code, stdout, stderr = run(
         "pack",
         "in.jsonl",
         "--tokenizer",
@@ -290,25 +319,25 @@ def test_the_verbs(run: Run, tmp_path: Path) -> None:
         "--json",
         "--no-append-end",
     )
-    assert (code, err) == (0, "")
-    table = json.loads(out)
-    assert (table["documents"], table["tokens"], table["skipped"]) == (3, tokens - 3, 1)
-    assert table["files"][0] == {"path": "c_ids.npy", "size_bytes": 128 + 2 * (tokens - 3)}
-    code, out, err = run("inspect", "c", "--tokenizer", "any")
-    assert (code, err) == (0, "")
-    facts = dict(line.split("  ", 1) for line in out.splitlines())
-    assert facts["tokenizer"].strip() == "made: every id is below its 512"
-    assert [line.split()[0] for line in out.splitlines()[6:9]] == ["train", "valid", "test"]
-    code, out, err = run("inspect", "c_ids.npy", "--json")
-    assert (code, err) == (0, "")
-    assert json.loads(out)["fingerprint"] == table["fingerprint"]
-    assert json.loads(out)["tokenizer"] is None
-    lines(tmp_path / "few.jsonl", TEXTS[:1])
+    assert (code, stderr) == (0, "")
+    packed = json.loads(stdout)
+    assert (packed["documents"], packed["tokens"], packed["skipped"]) == (3, tokens - 3, 1)
+    assert packed["files"][0] == {"path": "c_ids.npy", "size_bytes": 128 + 2 * (tokens - 3)}
+    code, stdout, stderr = run("inspect", "c", "--tokenizer", "any")
+    assert (code, stderr) == (0, "")
+    inspected = dict(line.split("  ", 1) for line in stdout.splitlines())
+    assert inspected["tokenizer"].strip() == "made: every id is below its 512"
+    assert [line.split()[0] for line in stdout.splitlines()[6:9]] == ["train", "valid", "test"]
+    code, stdout, stderr = run("inspect", "c_ids.npy", "--json")
+    assert (code, stderr) == (0, "")
+    assert json.loads(stdout)["fingerprint"] == packed["fingerprint"]
+    assert json.loads(stdout)["tokenizer"] is None
+    write_lines(tmp_path / "few.jsonl", TEXTS[:1])
     run("pack", "few.jsonl", "--tokenizer", "any", "--out", "few")
     assert "split        / (too few documents" in run("inspect", "few")[1]
 
 
-def test_mistakes_end_in_one_line(run: Run, tmp_path: Path) -> None:
+def test_user_errors_are_reported_in_one_line(run: RunCommand, tmp_path: Path) -> None:
     for arguments, reason in (
         (("inspect", "none"), "error: data 'none' does not exist; "),
         (
@@ -317,44 +346,48 @@ def test_mistakes_end_in_one_line(run: Run, tmp_path: Path) -> None:
         ),
         (("pack", "--tokenizer", "any", "--out", "c"), "error: Missing argument"),
     ):
-        code, out, err = run(*arguments)
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert err.startswith(reason)
+        code, stdout, stderr = run(*arguments)
+        assert (code, stdout, stderr.count("\n")) == (2, "", 1)
+        assert stderr.startswith(reason)
     np.save(tmp_path / "c_ids.npy", np.array([1, 600, 3], np.uint16))
     np.savez(tmp_path / "c_idx.npz", lens=[3], docs=[0, 1])
-    code, out, err = run("inspect", ".", "--tokenizer", "any")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "c_ids.npy: token 1 (counted from 0) is 600; allowed: 0 to 511" in err
+    code, stdout, stderr = run("inspect", ".", "--tokenizer", "any")
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
+    assert "c_ids.npy: token 1 (counted from 0) is 600; allowed: 0 to 511" in stderr
 
 
-def test_progress_is_shown(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stderr, real = io.StringIO(), rich.console.Console
+def test_progress_is_shown(
+    run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stderr, console_class = io.StringIO(), rich.console.Console
     monkeypatch.setattr(
         rich.console,
         "Console",
-        lambda **options: real(file=stderr, force_terminal=True, width=100, quiet=options["quiet"]),
+        lambda **options: console_class(
+            file=stderr, force_terminal=True, width=100, quiet=options["quiet"]
+        ),
     )
-    lines(tmp_path / "in.jsonl", TEXTS)
+    write_lines(tmp_path / "in.jsonl", TEXTS)
     assert run("pack", "in.jsonl", "--tokenizer", "any", "--out", "c")[0] == 0
     assert "MiB  " in stderr.getvalue()
     assert "0/1" in stderr.getvalue()  # progress is in whole MiB, and the file is small
 
 
-def test_interrupted_it_leaves_nothing(shell: Shell, tmp_path: Path) -> None:
-    vocabulary = {chr(i): i for i in (*range(33, 127), *range(161, 173), *range(174, 256))}
-    missing = [i for i in range(256) if i not in vocabulary.values()]
+def test_an_interrupted_pack_leaves_no_files(shell: Shell, tmp_path: Path) -> None:
+    vocabulary = {chr(code): code for code in (*range(33, 127), *range(161, 173), *range(174, 256))}
+    other_bytes = [code for code in range(256) if code not in vocabulary.values()]
     ids = {
-        piece: i
-        for i, piece in enumerate(
-            [*vocabulary, *(chr(256 + i) for i in range(len(missing))), "<|endoftext|>"]
+        piece: code
+        for code, piece in enumerate(
+            [*vocabulary, *(chr(256 + code) for code in range(len(other_bytes))), "<|endoftext|>"]
         )
     }
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    lines(tmp_path / "in.jsonl", ["word " * 2000] * 5000)
+    write_lines(tmp_path / "in.jsonl", ["word " * 2000] * 5000)
     process = shell.start("data", "pack", "in.jsonl", "--tokenizer", ".", "--out", "c")
     assert wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob(".c_ids.npy.*")))
     process.send_signal(signal.SIGINT)
-    done = finish(process)
-    assert (done.code, done.out, done.err) == (1, "", "interrupted\n")
-    assert [name for name in left(tmp_path) if "c_" in name] == []
+    result = wait_for_result(process)
+    assert (result.code, result.out, result.err) == (1, "", "interrupted\n")
+    assert [name for name in list_names(tmp_path) if "c_" in name] == []

@@ -33,29 +33,29 @@ PIECES = [
 REAL_SHA256 = "862782a2264648a2a9f2fe0ffedb5b702c097f03e4e1fb97cb88380302342c2e"
 
 
-def vocabulary(folder: Path, *pieces: str, name: str = "vocab.txt") -> Path:
+def write_vocabulary(folder: Path, *pieces: str, name: str = "vocab.txt") -> Path:
     """Write a vocabulary, PIECES unless given, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("".join(f"{piece}\n" for piece in pieces or PIECES))
     return folder / name
 
 
-def refusal(path: Path) -> str:
+def load_refusal(path: Path) -> str:
     """Return the message with which loading a tokenizer is refused, after checking that it is one
     line.
     """
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError) as error:
         tokenizer.load_tokenizer([path])
-    line = str(caught.value)
+    line = str(error.value)
     assert "\n" not in line
     return line
 
 
-def test_pieces_by_hand(tmp_path: Path) -> None:
-    found = WordPieceTokenizer(vocabulary(tmp_path))
-    assert (found.source, found.vocab, found.end) == ("vocab.txt", 13, None)
-    assert (found.pad, found.cls, found.mask) == (0, 2, 3)
-    assert found.sha256 == hashlib.sha256(json.dumps(PIECES).encode()).hexdigest()
+def test_word_pieces_by_hand(tmp_path: Path) -> None:
+    loaded = WordPieceTokenizer(write_vocabulary(tmp_path))
+    assert (loaded.source, loaded.vocab, loaded.end) == ("vocab.txt", 13, None)
+    assert (loaded.pad, loaded.cls, loaded.mask) == (0, 2, 3)
+    assert loaded.sha256 == hashlib.sha256(json.dumps(PIECES).encode()).hexdigest()
     texts = [
         "Oslo.",
         " OSLO\n oslo",
@@ -66,7 +66,7 @@ def test_pieces_by_hand(tmp_path: Path) -> None:
         "a\u200ba",
         "a" * 101,
     ]
-    assert found.encode(texts) == [
+    assert loaded.encode(texts) == [
         [4, 5, 11],
         [4, 5, 4, 5],
         [6],
@@ -78,27 +78,27 @@ def test_pieces_by_hand(tmp_path: Path) -> None:
     ]
 
 
-def test_ids_are_lines_whatever_ends_them(tmp_path: Path) -> None:
-    one = WordPieceTokenizer(vocabulary(tmp_path / "one", *reversed(PIECES)))
-    assert (one.pad, one.cls, one.mask, one.encode(["oslo"])) == (12, 10, 9, [[8, 7]])
-    other = vocabulary(tmp_path / "two", *reversed(PIECES))
-    other.write_bytes(other.read_bytes().replace(b"\n", b"\r\n")[:-2])
-    assert WordPieceTokenizer(other).sha256 == one.sha256
+def test_ids_are_line_numbers_with_unix_and_dos_line_ends(tmp_path: Path) -> None:
+    loaded = WordPieceTokenizer(write_vocabulary(tmp_path / "one", *reversed(PIECES)))
+    assert (loaded.pad, loaded.cls, loaded.mask, loaded.encode(["oslo"])) == (12, 10, 9, [[8, 7]])
+    dos_file = write_vocabulary(tmp_path / "two", *reversed(PIECES))
+    dos_file.write_bytes(dos_file.read_bytes().replace(b"\n", b"\r\n")[:-2])
+    assert WordPieceTokenizer(dos_file).sha256 == loaded.sha256
 
 
 @pytest.mark.parametrize("name", ["[PAD]", "[UNK]", "[CLS]", "[MASK]"])
 def test_a_vocabulary_needs_its_special_pieces(name: str, tmp_path: Path) -> None:
-    path = vocabulary(tmp_path, *(piece for piece in PIECES if piece != name))
-    assert refusal(tmp_path) == (golden("no-piece-bert-vocab-txt-has", path, name))
+    path = write_vocabulary(tmp_path, *(piece for piece in PIECES if piece != name))
+    assert load_refusal(tmp_path) == (golden("no-piece-bert-vocab-txt-has", path, name))
 
 
 @pytest.mark.parametrize(
     ("piece", "shown"),
     [("", "''"), (" os", "' os'"), ("two words ", "'two words '"), ("os", "'os'")],
 )
-def test_a_piece_that_is_none(piece: str, shown: str, tmp_path: Path) -> None:
-    path = vocabulary(tmp_path, piece, *PIECES)
-    assert refusal(path) == (golden("line-1-is-allowed-one-piece", path, shown))
+def test_an_invalid_piece_is_refused(piece: str, shown: str, tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path, piece, *PIECES)
+    assert load_refusal(path) == (golden("line-1-is-allowed-one-piece", path, shown))
 
 
 @pytest.mark.parametrize(
@@ -115,66 +115,68 @@ def test_a_piece_that_is_none(piece: str, shown: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_is_none(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_an_invalid_vocabulary_file_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "vocab.txt"
     path.write_bytes(content)
-    assert refusal(tmp_path).startswith(f"{path}: {reason}")
+    assert load_refusal(tmp_path).startswith(f"{path}: {reason}")
 
 
 def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "vocab.txt"
     with path.open("wb") as file:
         file.truncate((256 << 20) + 1)
-    assert refusal(tmp_path) == f"{path}: 268435457 bytes; the limit is 268435456"
+    assert load_refusal(tmp_path) == f"{path}: 268435457 bytes; the limit is 268435456"
 
 
-def test_word_pieces_are_looked_for_last(data_dir: Path, tmp_path: Path) -> None:
-    path = vocabulary(tmp_path)
-    own = vocabulary(tmp_path / "own", name="my-own.txt")
+def test_vocab_txt_is_tried_after_the_other_tokenizer_files(data_dir: Path, tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path)
+    named_file = write_vocabulary(tmp_path / "own", name="my-own.txt")
     assert isinstance(tokenizer.load_tokenizer([tmp_path]), WordPieceTokenizer)
-    assert tokenizer.load_tokenizer([own]).source == "my-own.txt"
+    assert tokenizer.load_tokenizer([named_file]).source == "my-own.txt"
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).write_bytes((data_dir / "tokenizers" / "gpt2" / name).read_bytes())
     assert isinstance(tokenizer.load_tokenizer([tmp_path]), BytePairTokenizer)
     assert isinstance(tokenizer.load_tokenizer([path]), WordPieceTokenizer)
 
 
-def test_word_pieces_are_found_where_a_json_lies_beside_them(tmp_path: Path) -> None:
+def test_word_pieces_are_loaded_beside_a_tokenizer_json(tmp_path: Path) -> None:
     """A Hugging Face folder of BERT holds both files."""
-    path = vocabulary(tmp_path / "tokenizer")
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.WordPiece({piece: i for i, piece in enumerate(PIECES)})
+    path = write_vocabulary(tmp_path / "tokenizer")
+    json_tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({piece: token for token, piece in enumerate(PIECES)})
     )
-    inner.save(str(path.with_name("tokenizer.json")))
+    json_tokenizer.save(str(path.with_name("tokenizer.json")))
     assert isinstance(tokenizer.load_tokenizer([tmp_path]), JsonTokenizer)
-    found = tokenizer.load_word_pieces([tmp_path / "absent", tmp_path])
-    assert (found.source, found.cls) == ("vocab.txt", 2)
+    loaded = tokenizer.load_word_pieces([tmp_path / "absent", tmp_path])
+    assert (loaded.source, loaded.cls) == ("vocab.txt", 2)
     path.unlink()
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError) as error:
         tokenizer.load_word_pieces([tmp_path])
-    assert str(caught.value) == (golden("no-tokenizer-found-looked-in-put", tmp_path))
+    assert str(error.value) == (golden("no-tokenizer-found-looked-in-put", tmp_path))
 
 
-def test_the_real_vocabulary(data_dir: Path) -> None:
-    found = tokenizer.load_word_pieces([data_dir / "tokenizers" / "bert-large-uncased"])
-    assert (found.vocab, found.pad, found.cls, found.mask, found.sha256) == (
+def test_the_bert_vocabulary_gives_the_published_ids(data_dir: Path) -> None:
+    loaded = tokenizer.load_word_pieces([data_dir / "tokenizers" / "bert-large-uncased"])
+    assert (loaded.vocab, loaded.pad, loaded.cls, loaded.mask, loaded.sha256) == (
         30522,
         0,
         101,
         103,
         REAL_SHA256,
     )
-    assert found.encode(["Hello world", "[CLS] naïve"]) == [
+    assert loaded.encode(["Hello world", "[CLS] naïve"]) == [
         [7592, 2088],
         [1031, 18856, 2015, 1033, 15743],
     ]
 
 
-def test_real_texts_are_read_as_the_librarys_own_bert_reads_them(data_dir: Path) -> None:
+def test_real_texts_are_encoded_as_by_the_tokenizers_library(data_dir: Path) -> None:
     folder = data_dir / "tokenizers" / "bert-large-uncased"
-    theirs = tokenizers.BertWordPieceTokenizer(str(folder / "vocab.txt"), lowercase=True)
+    library_tokenizer = tokenizers.BertWordPieceTokenizer(str(folder / "vocab.txt"), lowercase=True)
     queries = superglue.read_queries(data_dir / "record" / "record_dev32.jsonl")
-    texts = [text for one in queries for text in (one.passage, *one.entities)]
-    found = tokenizer.load_word_pieces([folder]).encode(texts)
-    assert found == [one.ids for one in theirs.encode_batch(texts, add_special_tokens=False)]
-    assert (len(found), sum(map(len, found))) == (401, 7587)
+    texts = [text for item in queries for text in (item.passage, *item.entities)]
+    encoded = tokenizer.load_word_pieces([folder]).encode(texts)
+    assert encoded == [
+        item.ids for item in library_tokenizer.encode_batch(texts, add_special_tokens=False)
+    ]
+    assert (len(encoded), sum(map(len, encoded))) == (401, 7587)

@@ -31,17 +31,17 @@ KEEP_EVERY = 6  # one checkpoint in ten steps
 CORPUS, ALPACA = "llama1-7b-openwebtext", "aquila2-7b-alpaca"
 LAMBADA, MMLU = "aquila2-34b-lambada", "llama2-7b-mmlu"
 # a vocabulary that a tensor-parallel degree of 2 must pad, and grouped-query attention
-MODEL = ("layers=2", "heads=8", "kv_heads=4", "vocab=251")
-TRAIN = ("steps=10", "clip=2.0", "weight_decay=0.5")
+MODEL_SETTINGS = ("layers=2", "heads=8", "kv_heads=4", "vocab=251")
+TRAIN_SETTINGS = ("steps=10", "clip=2.0", "weight_decay=0.5")
 SETTINGS = {
     CORPUS: (
-        *(f"question.model.{one}" for one in MODEL),
-        *(f"question.train.{one}" for one in (*TRAIN, "length=64", "batch=8")),
+        *(f"question.model.{one}" for one in MODEL_SETTINGS),
+        *(f"question.train.{one}" for one in (*TRAIN_SETTINGS, "length=64", "batch=8")),
         *("question.data.made.documents=900", "question.data.held_out=3", "tune.micro_batch=2"),
     ),
     ALPACA: (
-        *(f"question.model.{one}" for one in MODEL[:-1]),
-        *(f"question.train.{one}" for one in TRAIN),
+        *(f"question.model.{one}" for one in MODEL_SETTINGS[:-1]),
+        *(f"question.train.{one}" for one in TRAIN_SETTINGS),
         *("question.data.made.conversations=300", "question.data.held_out=3", "tune.micro_batch=2"),
     ),
     LAMBADA: ("question.model.vocab=251", "tune.batch_tokens=300"),
@@ -49,26 +49,26 @@ SETTINGS = {
 }
 
 
-def build(one: dict, rank: int, world: int, make: Callable[[Job], Any]) -> Any:
+def build_engine(run: dict, rank: int, world: int, make_engine: Callable[[Job], Any]) -> Any:
     """Resolve a run's case and plan, prepare its inputs and return the engine that `make_engine`
     makes of the job.
     """
-    name = one.get("case", CORPUS)
+    name = run.get("case", CORPUS)
     settings = [
         *SETTINGS[name],
-        *[f"{key}={value}" for key, value in one.get("settings", {}).items()],
+        *[f"{key}={value}" for key, value in run.get("settings", {}).items()],
     ]
-    case = resolve.resolve_case(name, "smoke", one.get("precision"), settings=settings).case
+    case = resolve.resolve_case(name, "smoke", run.get("precision"), settings=settings).case
     plan = degrees.make_plan(case, 1, world)
     prepared = case.question.task_row.prepare(
         case.question.describe_for_task(Sources(None, None, None), None, True, {})
     )
-    return make(
+    return make_engine(
         Job(
             case=case,
             work=case.question.task_row.work,
             inputs=prepared.inputs,
-            weights=Path(one["weights"]) if one.get("weights") else None,
+            weights=Path(run["weights"]) if run.get("weights") else None,
             device=CpuTorchDevice(0, monotonic),
             rank=rank,
             world=world,
@@ -76,19 +76,19 @@ def build(one: dict, rank: int, world: int, make: Callable[[Job], Any]) -> Any:
             place=degrees.find_position(plan, rank),
             group=tensor_parallel.create_tensor_parallel_group(plan, rank, torch.device("cpu")),
             steps=None,
-            checkpoint_schedule=CheckpointSchedule(Path(one["keep"]), KEEP_EVERY)
-            if one.get("keep")
+            checkpoint_schedule=CheckpointSchedule(Path(run["keep"]), KEEP_EVERY)
+            if run.get("keep")
             else None,
             resume=(
-                Path(one["resume"]) / checkpoint_folders.format_step_folder(KEEP_EVERY)
-                if one.get("resume")
+                Path(run["resume"]) / checkpoint_folders.format_step_folder(KEEP_EVERY)
+                if run.get("resume")
                 else None
             ),
         )
     )
 
 
-def train(engine: Any) -> dict:
+def run_training(engine: Any) -> dict:
     """Run all passes of a training and return losses, gradient norms, rows and phases of the steps,
     and the held-out losses before and after.
     """
@@ -109,10 +109,10 @@ def train(engine: Any) -> dict:
     return out | {"details": engine.details(), "source": engine.weights}
 
 
-def score(engine: Any) -> dict:
+def run_scoring(engine: Any) -> dict:
     """Run the passes val and infer and return their answers and the rows that this rank scored."""
-    place = engine.job.place
-    out: dict = {"place": [place.tp, place.pp, place.dp]}
+    position = engine.job.place
+    out: dict = {"place": [position.tp, position.pp, position.dp]}
     for name in ("val", "infer"):
         engine.prepare(name, lambda part: nullcontext())
         out["rows"] = [
@@ -122,35 +122,35 @@ def score(engine: Any) -> dict:
     return out | {"details": engine.details(), "source": engine.weights}
 
 
-def answer(
-    one: dict, rank: int, world: int, of: dict[str, Callable[[Job], Any]]
+def run_engine(
+    run: dict, rank: int, world: int, engine_classes: dict[str, Callable[[Job], Any]]
 ) -> tuple[dict, Any]:
     """Execute a run with the engine class for its work (`train` or `score`); return its results and
     the engine. Sets the first loss scale of fp16.
     """
-    work = "score" if one.get("case") in (LAMBADA, MMLU) else "train"
+    work = "score" if run.get("case") in (LAMBADA, MMLU) else "train"
     for module in (adamw, sys.modules.get("steelyard.engines.megatron.optimizer")):
         if module is not None:
-            module.FIRST_SCALE = one.get("scale", 65536.0)
-    engine = build(one, rank, world, of[work])
-    return (score if work == "score" else train)(engine), engine
+            module.FIRST_SCALE = run.get("scale", 65536.0)
+    engine = build_engine(run, rank, world, engine_classes[work])
+    return (run_scoring if work == "score" else run_training)(engine), engine
 
 
-def plant(bug: str | None) -> Callable[[], None]:
+def plant_bug(bug: str | None) -> Callable[[], None]:
     """Put one silent trap of Megatron back into our code; return the function that removes it. None
     plants nothing.
     """
     from steelyard.engines.megatron import config
     from steelyard.engines.megatron.optimizer import MegatronAdam
 
-    plain, step, begin = (
+    original_config, step, begin = (
         config.TransformerConfig,
         MegatronAdam.step,
         MegatronAdam.start_from_gradient_buffers,
     )
 
-    def changed(**values: Any) -> None:
-        config.TransformerConfig = lambda **named: plain(**(named | values))
+    def change_config(**values: Any) -> None:
+        config.TransformerConfig = lambda **named: original_config(**(named | values))
 
     def decay_everything(self: Any, lr: float) -> float:
         for group in self.inner.param_groups:
@@ -162,12 +162,12 @@ def plant(bug: str | None) -> Callable[[], None]:
         self.part.reload_model_params()
 
     if bug == "no_initialization":
-        changed(perform_initialization=False)
+        change_config(perform_initialization=False)
     elif bug == "fused_loss":
-        changed(cross_entropy_loss_fusion=True)
+        change_config(cross_entropy_loss_fusion=True)
         torch.compiler.set_stance("force_eager")  # it rounds without compilation too
     elif bug == "schedule_divides":
-        changed(calculate_per_token_loss=False)
+        change_config(calculate_per_token_loss=False)
     elif bug == "no_scheduler":
         MegatronAdam.step = decay_everything
     elif bug == "rounded_weights":
@@ -176,7 +176,7 @@ def plant(bug: str | None) -> Callable[[], None]:
     def undo() -> None:
         torch.compiler.set_stance("default")
         config.TransformerConfig, MegatronAdam.step, MegatronAdam.start_from_gradient_buffers = (
-            plain,
+            original_config,
             step,
             begin,
         )
@@ -184,7 +184,7 @@ def plant(bug: str | None) -> Callable[[], None]:
     return undo
 
 
-def inside(engine: Any) -> dict:
+def read_megatron_state(engine: Any) -> dict:
     """Return what only Megatron's objects say: parameters marked as tensor parallel, weight decay
     of each group, how many weights this rank updates (`held`), and how many of those bf16
     represents exactly (`rounded`), such as a norm's 1.0.
@@ -192,15 +192,18 @@ def inside(engine: Any) -> dict:
     stage = engine.trainer.model.stage
     marked = [
         name
-        for name, one in stage.named_parameters()
-        if getattr(one, "tensor_model_parallel", False)
+        for name, tensor in stage.named_parameters()
+        if getattr(tensor, "tensor_model_parallel", False)
     ]
-    groups, kept = engine.trainer.optimizer.inner.param_groups, engine.trainer.optimizer.kept()
+    groups, main_weights = (
+        engine.trainer.optimizer.inner.param_groups,
+        engine.trainer.optimizer.kept(),
+    )
     return {
         "marked": marked,
         "decay": [[group["wd_mult"], group["weight_decay"]] for group in groups],
-        "held": sum(one.numel() for one in kept),
-        "rounded": sum(int((one == one.bfloat16().float()).sum()) for one in kept),
+        "held": sum(tensor.numel() for tensor in main_weights),
+        "rounded": sum(int((tensor == tensor.bfloat16().float()).sum()) for tensor in main_weights),
     }
 
 
@@ -215,18 +218,20 @@ def main() -> None:
     world = int(sys.argv[3])
     store, rank, _ = next(dist.rendezvous("env://")) if world > 1 else (None, 0, 1)
     out = {}
-    for number, one in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+    for number, run in enumerate(json.loads(Path(sys.argv[1]).read_text())):
         began = monotonic()
         # new groups for each run: each gloo group has a thread that wakes 100 times a second
         if world > 1:
             dist.init_process_group(
                 "gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world
             )
-        undo = plant(one.get("bug"))
-        found, engine = answer(one, rank, world, {"train": MegatronTrain, "score": MegatronScore})
+        undo = plant_bug(run.get("bug"))
+        results, engine = run_engine(
+            run, rank, world, {"train": MegatronTrain, "score": MegatronScore}
+        )
         undo()
-        told = inside(engine) if "losses" in found else {}
-        out[one["name"]] = found | told | {"seconds": monotonic() - began}
+        megatron_state = read_megatron_state(engine) if "losses" in results else {}
+        out[run["name"]] = results | megatron_state | {"seconds": monotonic() - began}
         del engine
         parallel_state.destroy_model_parallel()
         gc.collect()  # now, not during the next run

@@ -14,7 +14,7 @@ if find_spec("megatron") is None:
         "megatron-core is not installed here; run make engine-megatron", allow_module_level=True
     )
 
-from engine_megatron.plans import CORPUS, MMLU, build
+from engine_megatron.plans import CORPUS, MMLU, build_engine
 from fixtures.commands import Shell
 from fixtures.golden import golden
 from steelyard.engines.megatron.score import MegatronScore
@@ -25,17 +25,17 @@ from steelyard.training import checkpoint_folders
 from steelyard.training.checkpoint_folders import CheckpointState, OptimizerScalars
 
 PATCH = Path(__file__).parents[1] / "fixtures" / "megatron_cpu"
-STATES = (
+SHARDING_REFUSAL = (
     "engine megatron's distributed optimizer divides optimiser states among all replicas; allowed:"
     " tune.sharding=0 or 1, without tune.sharding_degree"
 )
-CPU = (
+CPU_REFUSAL = (
     "engine megatron runs on CUDA devices only; this rank has cpu; choose another --accelerator, or"
     " --engine torch"
 )
 
 
-def told(**settings: object) -> dict:
+def make_training_run(**settings: object) -> dict:
     """Return a training run with settings, whose dots are written as two underscores."""
     return {
         "case": CORPUS,
@@ -46,18 +46,18 @@ def told(**settings: object) -> dict:
 @pytest.mark.parametrize(
     ("one", "world", "says"),
     [
-        (told(), 1, CPU),
-        ({"case": MMLU}, 1, CPU),
-        (told(tune__sharding=2), 2, STATES),
-        (told(tune__sharding=3), 2, STATES),
-        (told(tune__sharding=1, tune__sharding_degree=2), 4, STATES),
+        (make_training_run(), 1, CPU_REFUSAL),
+        ({"case": MMLU}, 1, CPU_REFUSAL),
+        (make_training_run(tune__sharding=2), 2, SHARDING_REFUSAL),
+        (make_training_run(tune__sharding=3), 2, SHARDING_REFUSAL),
+        (make_training_run(tune__sharding=1, tune__sharding_degree=2), 4, SHARDING_REFUSAL),
         (
-            told(tune__parallel="PP2", question__model__layers=3),
+            make_training_run(tune__parallel="PP2", question__model__layers=3),
             2,
             "engine megatron needs equal pipeline stages; PP2 does not divide 3; change PP",
         ),
         (
-            told() | {"precision": "bf16-pure"},
+            make_training_run() | {"precision": "bf16-pure"},
             1,
             (
                 "engine megatron keeps weights, gradients and states in fp32, and bf16-pure does"
@@ -81,32 +81,34 @@ def told(**settings: object) -> dict:
     ],
     ids=range(9),
 )
-def test_what_it_cannot_do_is_refused_in_one_line(one: dict, world: int, says: str) -> None:
+def test_unsupported_jobs_are_refused_in_one_line(one: dict, world: int, says: str) -> None:
     """Without the CPU patch, in one process: refusals come before any process group is made."""
     with pytest.raises(RequestError) as caught:
-        build(one, 0, world, MegatronScore if one["case"] == MMLU else MegatronTrain)
+        build_engine(one, 0, world, MegatronScore if one["case"] == MMLU else MegatronTrain)
     assert str(caught.value) == says
 
 
 def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
-    place = tmp_path / checkpoint_folders.format_step_folder(6)
-    place.mkdir()
+    checkpoint_folder = tmp_path / checkpoint_folders.format_step_folder(6)
+    checkpoint_folder.mkdir()
     plan = Plan(nodes=1, devices=2, tp=2, pp=1, dp=1, launcher="local")
     state = CheckpointState(
         step=6, losses=[1.0], numbers=OptimizerScalars(updates=6), plan=plan, weights={}
     )
-    checkpoint_folders.write_checkpoint_json(place / checkpoint_folders.STATE_FILE, state)
+    checkpoint_folders.write_checkpoint_json(
+        checkpoint_folder / checkpoint_folders.STATE_FILE, state
+    )
     with pytest.raises(RequestError) as caught:
-        build(told() | {"resume": str(tmp_path)}, 0, 1, MegatronTrain)
+        build_engine(make_training_run() | {"resume": str(tmp_path)}, 0, 1, MegatronTrain)
     assert str(caught.value) == (golden("resume-engine-megatron-goes-on-under"))
 
 
 @pytest.fixture
 def patched(tmp_path: Path) -> Iterator[Shell]:
     """A shell in which Megatron runs on a CPU."""
-    one = Shell(tmp_path, (PATCH,))
-    yield one
-    one.clean()
+    new_shell = Shell(tmp_path, (PATCH,))
+    yield new_shell
+    new_shell.clean()
 
 
 def test_a_cpu_is_refused_as_a_wrong_request(shell: Shell) -> None:
@@ -123,17 +125,17 @@ def test_a_cpu_is_refused_as_a_wrong_request(shell: Shell) -> None:
         shell.out,
     )
     assert done.code == 2
-    assert done.lines[-1].endswith(CPU)
+    assert done.lines[-1].endswith(CPU_REFUSAL)
 
 
-def test_it_conforms(patched: Shell) -> None:
+def test_conform_passes(patched: Shell) -> None:
     cache = {"XDG_CACHE_HOME": str(patched.folder / "cache")}
     cases = [word for name in (CORPUS, MMLU) for word in ("--case", name)]
-    found = patched("conform", "megatron", *cases, "--json", **cache)
-    assert (found.code, found.json()["conforms"]) == (0, True), [
-        row for row in found.json()["rows"] if not row["ok"]
+    result = patched("conform", "megatron", *cases, "--json", **cache)
+    assert (result.code, result.json()["conforms"]) == (0, True), [
+        row for row in result.json()["rows"] if not row["ok"]
     ]
-    assert {row["what"] for row in found.json()["rows"]} >= {
+    assert {row["what"] for row in result.json()["rows"]} >= {
         "status",
         "train counts",
         "step 1 grad_norm",
@@ -141,7 +143,7 @@ def test_it_conforms(patched: Shell) -> None:
     }
 
 
-def test_a_record_says_what_computed(patched: Shell) -> None:
+def test_a_record_names_library_exchange_and_optimizer_states(patched: Shell) -> None:
     """Two ranks by the launcher, with checkpoints."""
     run = (
         "run",
@@ -155,7 +157,7 @@ def test_a_record_says_what_computed(patched: Shell) -> None:
         "--steps",
         "4",
     )
-    how = (
+    options = (
         "--devices",
         "2",
         "--parallel",
@@ -166,7 +168,7 @@ def test_a_record_says_what_computed(patched: Shell) -> None:
         "--out",
         patched.out,
     )
-    done = patched(*run, *how, OMP_NUM_THREADS="1")
+    done = patched(*run, *options, OMP_NUM_THREADS="1")
     assert done.code == 0, done.err
     [path] = patched.out.glob("*.json")
     record = json.loads(path.read_text())
@@ -176,8 +178,11 @@ def test_a_record_says_what_computed(patched: Shell) -> None:
     assert details["exchange"] == "inside"
     assert details["optimizer_states"] < 1.1 * details["parameters"]
     assert record["environment"]["software"]["packages"]["megatron-core"].startswith("0.16.")
-    [kept] = (patched.out / "checkpoints").iterdir()
-    assert [one.name for one in checkpoint_folders.list_finished_checkpoints(kept)] == [
+    [checkpoint_folder] = (patched.out / "checkpoints").iterdir()
+    assert [
+        checkpoint.name
+        for checkpoint in checkpoint_folders.list_finished_checkpoints(checkpoint_folder)
+    ] == [
         "step-00000004",
         "step-00000002",
     ]

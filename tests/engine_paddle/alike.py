@@ -6,11 +6,11 @@ import pytest
 
 from steelyard.record.record import Record
 
-APART = 1e-5
+RELATIVE_TOLERANCE = 1e-5
 STEPS = 10
 
 
-def curve(record: Record, rank: int = 0) -> Iterator[tuple[str, float]]:
+def training_curve(record: Record, rank: int = 0) -> Iterator[tuple[str, float]]:
     """Yield the loss, gradient norm and learning rate of each step of a rank, then the held-out
     losses, as (name, value).
     """
@@ -20,13 +20,13 @@ def curve(record: Record, rank: int = 0) -> Iterator[tuple[str, float]]:
     yield from ((name, record.metrics[name].value) for name in ("loss_before", "loss_after"))
 
 
-def assert_alike(found: Record, wanted: Record) -> None:
+def assert_same_training(actual: Record, expected: Record) -> None:
     """Assert that a valid record has the same question and training curve as the expected one."""
-    assert (found.status, found.reasons) == ("valid", [])
-    ours, theirs = list(curve(wanted)), list(curve(found))
-    assert len(ours) == 3 * STEPS + 2
-    assert [name for name, _ in theirs] == [name for name, _ in ours]
-    for (name, a), (_, b) in zip(ours, theirs, strict=True):
-        assert b == pytest.approx(a, rel=APART), name
-    assert found.case.key == wanted.case.key
-    assert found.drawn == wanted.drawn
+    assert (actual.status, actual.reasons) == ("valid", [])
+    expected_curve, actual_curve = list(training_curve(expected)), list(training_curve(actual))
+    assert len(expected_curve) == 3 * STEPS + 2
+    assert [name for name, _ in actual_curve] == [name for name, _ in expected_curve]
+    for (name, a), (_, b) in zip(expected_curve, actual_curve, strict=True):
+        assert b == pytest.approx(a, rel=RELATIVE_TOLERANCE), name
+    assert actual.case.key == expected.case.key
+    assert actual.drawn == expected.drawn

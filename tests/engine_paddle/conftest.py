@@ -39,7 +39,7 @@ def python() -> str:
 def run(tmp_path_factory: pytest.TempPathFactory, python: str) -> Run:
     """A function that runs a case at size smoke on CPUs and returns its record."""
 
-    def made(
+    def run_to_record(
         engine: str,
         case: str,
         *settings: str,
@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, python: str) -> Run:
         )
         return run_case(check_request(request))[0]
 
-    return made
+    return run_to_record
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_paddle.alike import STEPS, assert_alike
+from engine_paddle.alike import STEPS, assert_same_training
 from engine_paddle.conftest import CORPUS, MODEL
 from fixtures.commands import Shell
 from steelyard.record import record
@@ -21,19 +21,19 @@ from steelyard.record.record import Record
 pytestmark = pytest.mark.full
 
 PACKAGE = Path(__file__).parents[1] / "fixtures" / "packages" / "patched_paddle"
-SHARDED = ("tune.sharding=1", "tune.recompute=full")
+SHARDED_SETTINGS = ("tune.sharding=1", "tune.recompute=full")
 # Plan → settings; modes that were never run with unpatched Paddle; on rank 0 the numbers of
 # parameters and of optimizer states.
 PLANS = {
     "TP2PP2": ((), ["tp", "pp"], (29_888, 59_776)),
-    "PP2DP2": (SHARDED, ["pp"], (59_648, 57_856)),
+    "PP2DP2": (SHARDED_SETTINGS, ["pp"], (59_648, 57_856)),
 }
-LONG = {
+LONG_PLANS = {
     "TP2DP2": ((), ["tp"], (59_840, 119_680)),
     "TP2": ((), ["tp"], (59_840, 119_680)),
     "PP2": ((), ["pp"], (59_648, 119_296)),
     "DP4": (
-        (*SHARDED, "tune.sharding_degree=2", "tune.micro_batch=1"),
+        (*SHARDED_SETTINGS, "tune.sharding_degree=2", "tune.micro_batch=1"),
         ["copies of shards"],
         (119_360, 119_424),
     ),
@@ -44,7 +44,7 @@ LONG = {
 def patched(python: str, tmp_path: Path) -> Callable[..., Record]:
     """A function that runs the patched engine, checks its exit code and returns the record."""
 
-    def made(code: int, devices: int, *options: str) -> Record:
+    def run_patched(code: int, devices: int, *options: str) -> Record:
         (tmp_path / "mail").mkdir()
         shell = Shell(tmp_path, (PACKAGE,))
         words = [
@@ -73,34 +73,39 @@ def patched(python: str, tmp_path: Path) -> Callable[..., Record]:
         (path,) = shell.out.glob("*.json")
         return record.read_record(path)
 
-    return made
+    return run_patched
 
 
 @pytest.mark.parametrize(
-    "plan", [*PLANS, *(pytest.param(one, marks=pytest.mark.long) for one in LONG)]
+    "plan", [*PLANS, *(pytest.param(one, marks=pytest.mark.long) for one in LONG_PLANS)]
 )
-def test_modes_of_gpus(plan: str, corpus: Record, patched: Callable[..., Record]) -> None:
-    settings, never_run, numbers = (PLANS | LONG)[plan]
+def test_gpu_plans_train_as_engine_torch(
+    plan: str, corpus: Record, patched: Callable[..., Record]
+) -> None:
+    settings, never_run, numbers = (PLANS | LONG_PLANS)[plan]
     options = [word for setting in (*MODEL, *settings) for word in ("--set", setting)]
-    found = patched(0, prod(map(int, re.findall(r"\d", plan))), "--parallel", plan, *options)
-    assert_alike(found, corpus)
-    details = found.engine.details.model_dump()
+    run_record = patched(0, prod(map(int, re.findall(r"\d", plan))), "--parallel", plan, *options)
+    assert_same_training(run_record, corpus)
+    details = run_record.engine.details.model_dump()
     assert details["never_run"] == never_run
     assert (details["parameters"], details["optimizer_states"]) == numbers
 
 
-def test_a_precision_that_paddle_leaves_out_in_silence_ends_the_run(
+def test_a_precision_that_paddle_silently_ignores_ends_the_run(
     patched: Callable[..., Record],
 ) -> None:
     """Paddle's level O2 on a CPU stays in fp32; the patch removes the refusal that normally comes
     first.
     """
-    found = patched(1, 1, "--precision", "bf16-o2")
-    said = (
+    run_record = patched(1, 1, "--precision", "bf16-o2")
+    error = (
         "rank 0: RuntimeError: precision bf16-o2: parameters must be bfloat16, and Paddle made them"
         " float32"
     )
-    assert (found.status, [(one.code, one.text) for one in found.reasons][:1]) == (
+    assert (
+        run_record.status,
+        [(reason.code, reason.text) for reason in run_record.reasons][:1],
+    ) == (
         "failed",
-        [("raised", said)],
+        [("raised", error)],
     )

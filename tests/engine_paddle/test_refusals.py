@@ -26,7 +26,7 @@ CORPUS = "llama1-7b-openwebtext"
         (("tune.parallel=DP2", "tune.attention=flash"), None, "tune.attention=flash: "),
     ],
 )
-def test_what_a_cpu_cannot_do(
+def test_modes_that_a_cpu_lacks_are_refused_in_one_line(
     run: Run, settings: tuple[str, ...], precision: str | None, said: str
 ) -> None:
     with pytest.raises(RequestError) as caught:

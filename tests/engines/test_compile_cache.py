@@ -14,13 +14,13 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Replace Triton by an object that has only the compilation listener, in a process that has
     compiled no graph.
     """
-    made = SimpleNamespace(knobs=SimpleNamespace(compilation=SimpleNamespace(listener=None)))
-    monkeypatch.setattr(jit, "triton", made)
+    fake_triton = SimpleNamespace(knobs=SimpleNamespace(compilation=SimpleNamespace(listener=None)))
+    monkeypatch.setattr(jit, "triton", fake_triton)
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
-    return made
+    return fake_triton
 
 
-def test_kernels_and_graphs_are_counted(
+def test_cache_hits_of_kernels_and_graphs_are_added_up(
     triton: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = CompileCacheCounter()
@@ -37,6 +37,6 @@ def test_kernels_and_graphs_are_counted(
     assert cache.counts() == {"hits": 5, "misses": 5}
 
 
-def test_a_triton_without_listeners_is_not_asked(triton: SimpleNamespace) -> None:
+def test_a_triton_without_listeners_has_no_counts(triton: SimpleNamespace) -> None:
     del triton.knobs
     assert CompileCacheCounter().counts() is None

@@ -22,9 +22,9 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         (broken / f"{name}.py").write_text(
             f"raise ImportError('{name} was imported', name='{name}')\n"
         )
-    one = Shell(tmp_path, (broken, PACKAGE))
-    yield one
-    one.clean()
+    new_shell = Shell(tmp_path, (broken, PACKAGE))
+    yield new_shell
+    new_shell.clean()
 
 
 def test_torch_cannot_be_imported_here(shell: Shell) -> None:
@@ -71,15 +71,15 @@ def test_a_case_runs_without_torch(shell: Shell, options: tuple[str, ...]) -> No
         ),
     ],
 )
-def test_what_its_row_does_not_say_is_refused(
+def test_requests_outside_the_engine_row_are_refused(
     shell: Shell, options: tuple[str, ...], said: str
 ) -> None:
     done = shell(*SMOKE, "--engine", "abacus", *options, "--out", shell.out)
     assert (done.code, done.lines) == (2, [f"error: {said}"])
 
 
-def test_it_is_listed(shell: Shell) -> None:
-    engines = {one["name"]: one for one in shell("list", "--json").json()["engines"]}
+def test_list_shows_the_third_party_engine(shell: Shell) -> None:
+    engines = {engine["name"]: engine for engine in shell("list", "--json").json()["engines"]}
     assert engines["abacus"] == {
         "name": "abacus",
         "framework": "abacus",

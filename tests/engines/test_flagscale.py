@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from fixtures.commands import Done, Shell
+from fixtures.commands import CommandResult, Shell
 from fixtures.golden import golden
 
-FAKE = Path(__file__).parents[1] / "fixtures" / "flagscale"
+FAKE_CHECKOUT = Path(__file__).parents[1] / "fixtures" / "flagscale"
 CORPUS = "llama1-7b-openwebtext"
 RUN = ("run", CORPUS, "--size", "smoke", "--accelerator", "cpu", "--engine", "flagscale")
 STEPS, TOKENS = 40, 8 * 128
@@ -28,9 +28,9 @@ def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "FlagScale"
     (folder / "flagscale" / "train").mkdir(parents=True)
     (folder / "torch" / "distributed").mkdir(parents=True)
-    shutil.copy(FAKE / "run.py", folder)
-    shutil.copy(FAKE / "train_gpt.py", folder / "flagscale" / "train")
-    shutil.copy(FAKE / "launcher.py", folder / "torch" / "distributed" / "run.py")
+    shutil.copy(FAKE_CHECKOUT / "run.py", folder)
+    shutil.copy(FAKE_CHECKOUT / "train_gpt.py", folder / "flagscale" / "train")
+    shutil.copy(FAKE_CHECKOUT / "launcher.py", folder / "torch" / "distributed" / "run.py")
     for package in ("torch", "torch/distributed"):
         (folder / package / "__init__.py").touch()
     return folder
@@ -40,12 +40,14 @@ def checkout(tmp_path: Path) -> Path:
 def shell(tmp_path: Path) -> Iterator[Shell]:
     """A shell in a folder of its own, beside the checkout."""
     (tmp_path / "shell").mkdir()
-    one = Shell(tmp_path / "shell")
-    yield one
-    one.clean()
+    new_shell = Shell(tmp_path / "shell")
+    yield new_shell
+    new_shell.clean()
 
 
-def start(shell: Shell, checkout: Path, *more: str, fault: str = "") -> tuple[Done, dict[str, Any]]:
+def run_flagscale(
+    shell: Shell, checkout: Path, *options: str, fault: str = ""
+) -> tuple[CommandResult, dict[str, Any]]:
     """Run the case with the fake checkout and return the finished command and its first record, {}
     if there is none.
 
@@ -53,19 +55,24 @@ def start(shell: Shell, checkout: Path, *more: str, fault: str = "") -> tuple[Do
     are left over fail the test.
     """
     done = shell(
-        *RUN, f"--set=engine.checkout={checkout}", *more, "--out", shell.out, FAKE_FLAGSCALE=fault
+        *RUN,
+        f"--set=engine.checkout={checkout}",
+        *options,
+        "--out",
+        shell.out,
+        FAKE_FLAGSCALE=fault,
     )
-    assert shell.nothing_left(within_s=5.0)
+    assert shell.wait_until_ended(within_s=5.0)
     assert list(shell.tmp.glob("steelyard-*")) == []
     return done, (shell.records() or [{}])[0]
 
 
-def codes(record: dict[str, Any]) -> list[str]:
+def reason_codes(record: dict[str, Any]) -> list[str]:
     """Return the codes of a record's reasons."""
-    return [one["code"] for one in record["reasons"]]
+    return [reason["code"] for reason in record["reasons"]]
 
 
-def commit(folder: Path) -> str:
+def commit_all_files(folder: Path) -> str:
     """Make the folder a git repository, commit all files, and return the commit's hash."""
     git = ("git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b.c")
     subprocess.run([*git[:3], "init", "-q"], check=True)
@@ -76,21 +83,21 @@ def commit(folder: Path) -> str:
     ).stdout.strip()
 
 
-def test_a_run(shell: Shell, checkout: Path) -> None:
-    made = commit(checkout)
-    done, record = start(shell, checkout)
+def test_a_run_records_what_the_program_reports(shell: Shell, checkout: Path) -> None:
+    commit_id = commit_all_files(checkout)
+    done, record = run_flagscale(shell, checkout)
     assert (done.code, record["status"]) == (0, "valid"), (done.err, record["reasons"])
     assert record["clock"] == "reported"
     assert "drawn" not in record
     steps = record["samples"]
-    assert [one["pass"] for one in steps] == ["train"] * STEPS
-    assert {json.dumps(one["phases"]) for one in steps} == {"{}"}
-    assert {one["counts"]["tokens"] for one in steps} == {TOKENS}
-    assert [one["values"]["loss"] for one in steps] == pytest.approx(
+    assert [step["pass"] for step in steps] == ["train"] * STEPS
+    assert {json.dumps(step["phases"]) for step in steps} == {"{}"}
+    assert {step["counts"]["tokens"] for step in steps} == {TOKENS}
+    assert [step["values"]["loss"] for step in steps] == pytest.approx(
         [5.5 - n / 100 for n in range(1, STEPS + 1)]
     )
-    assert {one["values"]["grad_norm"] for one in steps} == {1.25}
-    times = [one["end_s"] - one["start_s"] for one in steps]
+    assert {step["values"]["grad_norm"] for step in steps} == {1.25}
+    times = [step["end_s"] - step["start_s"] for step in steps]
     # the program reports milliseconds with one decimal
     assert all(abs(t - round(t, 4)) < 1e-9 for t in times)
     metrics = record["metrics"]
@@ -104,7 +111,7 @@ def test_a_run(shell: Shell, checkout: Path) -> None:
     assert metrics["loss_after"]["value"] is None
     assert record["quality"]["evaluated"] is False
     details = record["engine"]["details"]
-    assert details["program"] == {"name": "FlagScale", "commit": made, "dirty": False}
+    assert details["program"] == {"name": "FlagScale", "commit": commit_id, "dirty": False}
     assert (details["parameters"], details["optimizer_states"], details["dtypes"]) == (
         123456,
         None,
@@ -121,35 +128,37 @@ def test_a_run(shell: Shell, checkout: Path) -> None:
     assert shell("report", shell.out).code == 0
 
 
-def test_times_that_are_not_so(shell: Shell, checkout: Path) -> None:
-    done, record = start(shell, checkout, fault="half")
+def test_reported_times_that_disagree_with_the_clock_invalidate_the_run(
+    shell: Shell, checkout: Path
+) -> None:
+    done, record = run_flagscale(shell, checkout, fault="half")
     assert (done.code, record["status"]) == (1, "invalid")
-    assert codes(record) == ["reported"]
-    told = record["reasons"][0]["text"]
-    assert (told["code"], told["values"]["most"]) == ("check.reported.bad", 0.02)
+    assert reason_codes(record) == ["reported"]
+    text = record["reasons"][0]["text"]
+    assert (text["code"], text["values"]["most"]) == ("check.reported.bad", 0.02)
 
 
-def test_a_loss_that_is_no_number(shell: Shell, checkout: Path) -> None:
+def test_a_nan_loss_ends_the_program(shell: Shell, checkout: Path) -> None:
     """The program's line then has no loss; the engine ends the program at that iteration."""
-    done, record = start(shell, checkout, fault="nan@5")
-    assert (done.code, record["status"], codes(record)[0]) == (1, "invalid", "nan")
+    done, record = run_flagscale(shell, checkout, fault="nan@5")
+    assert (done.code, record["status"], reason_codes(record)[0]) == (1, "invalid", "nan")
     assert record["reasons"][0]["text"] == {"code": "check.finite_loss.bad", "values": {"step": 4}}
     assert len(record["samples"]) == 5
     assert record["engine"]["details"]["exit_code"] is None
 
 
-def test_an_iteration_that_changed_nothing_is_no_step(shell: Shell, checkout: Path) -> None:
-    done, record = start(shell, checkout, fault="skip@5")
-    assert (done.code, record["status"], codes(record)) == (1, "invalid", ["coverage"])
-    told = {"rank": 0, "taken": STEPS - 1, "wanted": STEPS}
-    assert record["reasons"][0]["text"] == {"code": "check.steps.bad", "values": told}
+def test_a_skipped_iteration_does_not_count_as_a_step(shell: Shell, checkout: Path) -> None:
+    done, record = run_flagscale(shell, checkout, fault="skip@5")
+    assert (done.code, record["status"], reason_codes(record)) == (1, "invalid", ["coverage"])
+    values = {"rank": 0, "taken": STEPS - 1, "wanted": STEPS}
+    assert record["reasons"][0]["text"] == {"code": "check.steps.bad", "values": values}
     assert record["engine"]["details"]["skipped_iterations"] == 1
 
 
 @pytest.mark.full
-def test_a_program_that_hangs(shell: Shell, checkout: Path) -> None:
-    done, record = start(shell, checkout, "--hang-after", "3", fault="hang@5")
-    assert (done.code, record["status"], codes(record)[0]) == (1, "failed", "hang")
+def test_a_hanging_program_fails_the_run(shell: Shell, checkout: Path) -> None:
+    done, record = run_flagscale(shell, checkout, "--hang-after", "3", fault="hang@5")
+    assert (done.code, record["status"], reason_codes(record)[0]) == (1, "failed", "hang")
     assert "_next" in record["failure"]["stacks"]["0"]
 
 
@@ -166,11 +175,11 @@ def test_a_program_that_hangs(shell: Shell, checkout: Path) -> None:
         ),
     ],
 )
-def test_a_program_that_fails(
+def test_a_failing_program_fails_the_run_with_its_error(
     shell: Shell, checkout: Path, fault: str, code: str, said: str
 ) -> None:
-    done, record = start(shell, checkout, fault=fault)
-    assert (done.code, record["status"], codes(record)[0]) == (1, "failed", code)
+    done, record = run_flagscale(shell, checkout, fault=fault)
+    assert (done.code, record["status"], reason_codes(record)[0]) == (1, "failed", code)
     assert said in record["failure"]["error"]
     assert "iteration        4/      40" in record["failure"]["stderr_tail"]
 
@@ -188,8 +197,10 @@ def test_a_program_that_fails(
         ("dryrun", "its dry run ended with exit code 1: No module named 'hydra'"),
     ],
 )
-def test_scripts_that_are_not_started(shell: Shell, checkout: Path, fault: str, said: str) -> None:
-    done, record = start(shell, checkout, fault=fault)
+def test_an_unusable_dry_run_is_refused(
+    shell: Shell, checkout: Path, fault: str, said: str
+) -> None:
+    done, record = run_flagscale(shell, checkout, fault=fault)
     assert (done.code, record) == (2, {})
     assert said in done.err
     assert len(done.lines) == 1, done.err
@@ -209,12 +220,12 @@ def test_scripts_that_are_not_started(shell: Shell, checkout: Path, fault: str, 
         (("{}", "--precision", "bf16-pure"), "engine flagscale does not train in bf16-pure; allowed: fp32, fp16, bf16"),
     ],
 )  # fmt: skip
-def test_requests_that_are_wrong(
+def test_wrong_requests_are_refused_in_one_line(
     shell: Shell, checkout: Path, more: tuple[str, ...], said: str
 ) -> None:
-    done = shell.ask(
+    done = shell.run_in_process(
         *RUN,
-        *(one.replace("{}", f"--set=engine.checkout={checkout}") for one in more),
+        *(option.replace("{}", f"--set=engine.checkout={checkout}") for option in more),
         "--out",
         shell.out,
     )
@@ -222,7 +233,7 @@ def test_requests_that_are_wrong(
 
 
 def test_conversations_are_refused(shell: Shell, checkout: Path) -> None:
-    done = shell.ask(
+    done = shell.run_in_process(
         "run",
         "aquila2-7b-alpaca",
         *RUN[2:],
@@ -230,31 +241,31 @@ def test_conversations_are_refused(shell: Shell, checkout: Path) -> None:
         "--out",
         shell.out,
     )
-    said = (
+    message = (
         "engine 'flagscale' does not run aquila2-7b-alpaca: its global batch counts samples,"
         " several to a row that do not see each other; allowed: torch, transformers, megatron,"
         " paddle"
     )
-    assert (done.code, done.lines) == (2, [f"error: {said}"])
+    assert (done.code, done.lines) == (2, [f"error: {message}"])
 
 
-def test_it_has_no_steps_to_conform(shell: Shell, checkout: Path) -> None:
-    done = shell.ask("conform", "flagscale", f"--set=engine.checkout={checkout}")
-    said = "engine 'flagscale' has its own weights and rows, so its steps cannot be compared"
-    assert (done.code, done.lines) == (2, [f"error: {said}"])
+def test_conform_refuses_an_engine_with_its_own_weights(shell: Shell, checkout: Path) -> None:
+    done = shell.run_in_process("conform", "flagscale", f"--set=engine.checkout={checkout}")
+    message = "engine 'flagscale' has its own weights and rows, so its steps cannot be compared"
+    assert (done.code, done.lines) == (2, [f"error: {message}"])
 
 
-def test_it_is_listed(shell: Shell) -> None:
-    told = " ".join(shell.ask("list").out.split())
-    assert golden("flagscale-llama-1-13-openwebtext-llama") in told
-    assert golden("needs-set-engine-checkout-dir-checkout") in told
+def test_list_shows_its_cases_and_the_checkout_it_needs(shell: Shell) -> None:
+    listing = " ".join(shell.run_in_process("list").out.split())
+    assert golden("flagscale-llama-1-13-openwebtext-llama") in listing
+    assert golden("needs-set-engine-checkout-dir-checkout") in listing
 
 
 @pytest.mark.full
-def test_two_ranks_by_torchrun(shell: Shell, checkout: Path) -> None:
+def test_one_worker_reports_for_two_ranks_of_torchrun(shell: Shell, checkout: Path) -> None:
     """torch's real launcher starts both ranks."""
     shutil.rmtree(checkout / "torch")
-    done, record = start(
+    done, record = run_flagscale(
         shell,
         checkout,
         "--devices",
@@ -266,10 +277,10 @@ def test_two_ranks_by_torchrun(shell: Shell, checkout: Path) -> None:
         "10",
     )
     assert (done.code, record["status"]) == (0, "valid"), (done.err, record["reasons"])
-    assert [one["device"] for one in record["ranks"]] == ["cpu:0", "cpu:1"]
-    assert [one["status"] for one in record["ranks"]] == ["done", "done"]
-    assert {one["rank"] for one in record["samples"]} == {0}
-    total = sum(one["counts"]["tokens"] for one in record["samples"])
+    assert [entry["device"] for entry in record["ranks"]] == ["cpu:0", "cpu:1"]
+    assert [entry["status"] for entry in record["ranks"]] == ["done", "done"]
+    assert {entry["rank"] for entry in record["samples"]} == {0}
+    total = sum(entry["counts"]["tokens"] for entry in record["samples"])
     assert total == 10 * TOKENS
     assert record["engine"]["details"]["micro_batches"] == 1
     assert record["engine"]["details"]["program"]["commit"] is None

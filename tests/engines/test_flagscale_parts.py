@@ -32,7 +32,7 @@ LINE = (
 )
 
 
-def job(
+def make_job(
     tmp_path: Path, *settings: str, size: str = "smoke", devices: int = 1, **changes: Any
 ) -> Job:
     """Return a job of the corpus case; only size smoke has inputs. `changes` replace fields of the
@@ -46,7 +46,7 @@ def job(
             case.question.describe_for_task(Sources(None, None, None), None, True, {})
         ).inputs
     framework = ProgramFramework(None, 0, lambda: 0.0)
-    given = {
+    fields = {
         "case": case,
         "work": "train_rows",
         "inputs": inputs,
@@ -54,17 +54,17 @@ def job(
         "device": framework.device,
         "rank": 0,
     }
-    given |= {
+    fields |= {
         "world": 1,
         "plan": plan,
         "place": degrees.find_position(plan, 0),
         "group": None,
         "steps": None,
     }
-    return Job(**{**given, "folder": tmp_path, "checkout": tmp_path, **changes})
+    return Job(**{**fields, "folder": tmp_path, "checkout": tmp_path, **changes})
 
 
-def test_a_line() -> None:
+def test_an_iteration_line_is_parsed_with_or_without_a_rank_prefix() -> None:
     assert log_lines.parse_iteration(LINE) == Iteration(
         12, 100, 24576, 2048, 5.4321, 10.98612, 3.125, 1.8e-6, 0, 0
     )
@@ -72,14 +72,14 @@ def test_a_line() -> None:
     assert log_lines.parse_iteration("iteration 3 begins") is None
 
 
-def test_a_loss_that_is_left_out_is_unknown() -> None:
-    found = log_lines.parse_iteration(
+def test_a_missing_loss_is_none() -> None:
+    iteration = log_lines.parse_iteration(
         LINE.replace(" lm loss: 1.098612E+01 |", "").replace("grad norm: 3.125", "grad norm: nan")
     )
-    assert found is not None
-    assert found.loss is None
-    assert found.grad_norm is not None
-    assert math.isnan(found.grad_norm)
+    assert iteration is not None
+    assert iteration.loss is None
+    assert iteration.grad_norm is not None
+    assert math.isnan(iteration.grad_norm)
 
 
 @pytest.mark.parametrize(
@@ -99,42 +99,49 @@ def test_a_loss_that_is_left_out_is_unknown() -> None:
         ("5432.1", "nan", "iteration 12 took nan s, as the program says"),
     ],
 )
-def test_lines_that_are_not_what_was_asked(old: str, new: str, said: str) -> None:
+def test_lines_that_contradict_the_job_raise(old: str, new: str, said: str) -> None:
     with pytest.raises(ProgramError) as caught:
-        found = log_lines.parse_iteration(LINE.replace(old, new))
-        assert found is not None
-        log_lines.check_iteration(found, 11, 100, 2048)
+        iteration = log_lines.parse_iteration(LINE.replace(old, new))
+        assert iteration is not None
+        log_lines.check_iteration(iteration, 11, 100, 2048)
     assert said in str(caught.value)
 
 
-def test_the_configuration_asks_for_the_case(tmp_path: Path) -> None:
+def test_the_configuration_follows_the_case_and_plan(tmp_path: Path) -> None:
     settings = (
         "tune.parallel=TP2PP2DP2",
         "tune.sharding=1",
         "tune.recompute=full",
         "tune.micro_batch=4",
     )
-    made = config.make_config(
-        job(tmp_path, *settings, size="full", devices=8),
+    configuration = config.make_config(
+        make_job(tmp_path, *settings, size="full", devices=8),
         2048,
         100,
         tmp_path / "d",
         tmp_path / "o",
         1234,
     )
-    runner = made["experiment"]["runner"]
+    runner = configuration["experiment"]["runner"]
     assert (runner["nnodes"], runner["nproc_per_node"], runner["rdzv_endpoint"]) == (
         1,
         8,
         "127.0.0.1:1234",
     )
-    assert (runner["rdzv_backend"], runner["redirects"], runner["tee"], made["action"]) == (
+    assert (
+        runner["rdzv_backend"],
+        runner["redirects"],
+        runner["tee"],
+        configuration["action"],
+    ) == (
         "static",
         "0",
         "0",
         "dryrun",
     )
-    system, model, sets = (made["train"][name] for name in ("system", "model", "data"))
+    system, model, data_settings = (
+        configuration["train"][name] for name in ("system", "model", "data")
+    )
     assert (system["tensor_model_parallel_size"], system["pipeline_model_parallel_size"]) == (2, 2)
     assert system["use_distributed_optimizer"] is True
     # if fusion were on, Megatron would need a kernel of Apex and exit without it
@@ -158,24 +165,22 @@ def test_the_configuration_asks_for_the_case(tmp_path: Path) -> None:
     }
     assert {name: model[name] for name in batch} == batch
     assert (model["transformer_impl"], model["no_masked_softmax_fusion"]) == ("local", True)
-    assert (sets["reset_attention_mask"], sets["eod_mask_loss"]) == (True, True)
-    assert sets["tokenizer"] == {"tokenizer_type": "NullTokenizer", "vocab_size": 31999}
+    assert (data_settings["reset_attention_mask"], data_settings["eod_mask_loss"]) == (True, True)
+    assert data_settings["tokenizer"] == {"tokenizer_type": "NullTokenizer", "vocab_size": 31999}
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 5])
-def test_learning_rates_of_the_warm_up_are_those_of_every_engine(
-    tmp_path: Path, warmup: int
-) -> None:
+def test_warm_up_learning_rates_equal_those_of_every_engine(tmp_path: Path, warmup: int) -> None:
     """Megatron's formula rises linearly from `lr_warmup_init` over `lr_warmup_iters` iterations."""
-    asked = job(tmp_path, f"question.train.warmup_steps={warmup}")
-    train = asked.case.question.train
+    flagscale_job = make_job(tmp_path, f"question.train.warmup_steps={warmup}")
+    train = flagscale_job.case.question.train
     assert train is not None
-    told = config.make_config(asked, 8, 40, tmp_path, tmp_path, 1)["train"]["model"]["optimizer"][
-        "lr_scheduler"
-    ]
-    first, most, steps = told["lr_warmup_init"], told["lr"], told["lr_warmup_iters"]
-    found = [first + (most - first) * i / steps if steps else most for i in range(max(1, warmup))]
-    assert found == pytest.approx(
+    scheduler = config.make_config(flagscale_job, 8, 40, tmp_path, tmp_path, 1)["train"]["model"][
+        "optimizer"
+    ]["lr_scheduler"]
+    first, peak, steps = scheduler["lr_warmup_init"], scheduler["lr"], scheduler["lr_warmup_iters"]
+    rates = [first + (peak - first) * i / steps if steps else peak for i in range(max(1, warmup))]
+    assert rates == pytest.approx(
         [compute_learning_rate(train, i) for i in range(max(1, warmup))], rel=1e-12
     )
 
@@ -196,56 +201,60 @@ def test_learning_rates_of_the_warm_up_are_those_of_every_engine(
         ((), 1, {"inputs": object()}, "engine flagscale trains on documents packed end to end"),
     ],
 )  # fmt: skip
-def test_what_it_cannot_do_is_refused(
+def test_unsupported_jobs_are_refused(
     tmp_path: Path, settings: Any, devices: int, changes: Any, said: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        FlagScaleTrain(job(tmp_path, *settings, devices=devices, **changes))
+        FlagScaleTrain(make_job(tmp_path, *settings, devices=devices, **changes))
     assert said in str(caught.value)
 
 
-def read(prefix: Path) -> list[list[int]]:
+def read_indexed_dataset(prefix: Path) -> list[list[int]]:
     """Return the documents of an indexed dataset as lists of token ids, read as Megatron reads
     them.
     """
     raw = prefix.with_suffix(".idx").read_bytes()
     assert raw[:9] == b"MMIDIDX\x00\x00"
-    version, code, sequences, borders = struct.unpack("<QBQQ", raw[9:34])
-    dtype = {4: np.int32, 8: np.uint16}[code]
+    version, dtype_code, sequences, boundaries = struct.unpack("<QBQQ", raw[9:34])
+    dtype = {4: np.int32, 8: np.uint16}[dtype_code]
     lens = np.frombuffer(raw, np.int32, sequences, 34)
     begins = np.frombuffer(raw, np.int64, sequences, 34 + lens.nbytes)
-    ends = np.frombuffer(raw, np.int64, borders, 34 + lens.nbytes + begins.nbytes)
+    ends = np.frombuffer(raw, np.int64, boundaries, 34 + lens.nbytes + begins.nbytes)
     assert (version, len(raw)) == (1, 34 + lens.nbytes + begins.nbytes + ends.nbytes)
     assert list(ends) == list(range(sequences + 1))
     tokens = prefix.with_suffix(".bin").read_bytes()
     return [
-        list(map(int, np.frombuffer(tokens, dtype, n, at)))
-        for n, at in zip(lens, begins, strict=True)
+        list(map(int, np.frombuffer(tokens, dtype, n, offset)))
+        for n, offset in zip(lens, begins, strict=True)
     ]
 
 
-def rows_of(*documents: list[int]) -> CorpusRows:
+def make_corpus_rows(*documents: list[int]) -> CorpusRows:
     """Return rows of four tokens over a corpus of these documents."""
-    ids = np.array([token for one in documents for token in one], dtype=np.int32)
-    return CorpusRows(Corpus(ids, np.cumsum([len(one) for one in documents]), "made"), 4, 2, 0, 1)
+    ids = np.array([token for document in documents for token in document], dtype=np.int32)
+    return CorpusRows(
+        Corpus(ids, np.cumsum([len(document) for document in documents]), "made"), 4, 2, 0, 1
+    )
 
 
-def test_documents_are_written_with_their_end_renumbered(tmp_path: Path) -> None:
+def test_end_tokens_are_renumbered_to_the_last_id_of_the_vocabulary(tmp_path: Path) -> None:
     """Of four documents the first two are written: one is held out and one is for tests. Token 2
     ends each document and is swapped with the last id of the vocabulary: 9, then 99,999.
     """
-    rows = rows_of([5, 9, 2], [7, 2], [1, 2], [1, 2])
+    rows = make_corpus_rows([5, 9, 2], [7, 2], [1, 2], [1, 2])
     assert indexed_dataset.write_indexed_dataset(rows, 10, tmp_path / "d") == 5
-    assert read(tmp_path / "d") == [[5, 2, 9], [7, 9]]
+    assert read_indexed_dataset(tmp_path / "d") == [[5, 2, 9], [7, 9]]
     indexed_dataset.write_indexed_dataset(rows, 100_000, tmp_path / "e")
-    assert read(tmp_path / "e") == [[5, 9, 99_999], [7, 99_999]]
+    assert read_indexed_dataset(tmp_path / "e") == [[5, 9, 99_999], [7, 99_999]]
 
 
 @pytest.mark.parametrize("second", [[7, 3], [2, 7, 2]])
-def test_documents_that_end_otherwise_are_refused(tmp_path: Path, second: list[int]) -> None:
+def test_documents_without_exactly_one_end_token_are_refused(
+    tmp_path: Path, second: list[int]
+) -> None:
     with pytest.raises(RequestError, match="document 1 does not end with its only token 2"):
         indexed_dataset.write_indexed_dataset(
-            rows_of([5, 2], second, [1, 2], [1, 2]), 10, tmp_path / "d"
+            make_corpus_rows([5, 2], second, [1, 2], [1, 2]), 10, tmp_path / "d"
         )
 
 
@@ -255,7 +264,9 @@ TORCHRUN = (
 )
 
 
-def script(folder: Path, cmd: str, paths: str = "{0}/third_party:{0}:${{PYTHONPATH}}") -> str:
+def dry_run_script(
+    folder: Path, cmd: str, paths: str = "{0}/third_party:{0}:${{PYTHONPATH}}"
+) -> str:
     """Return a shell script as FlagScale's dry run writes it, with this command and PYTHONPATH."""
     return (
         f"#!/bin/bash\ncd {folder}\nexport"
@@ -263,15 +274,17 @@ def script(folder: Path, cmd: str, paths: str = "{0}/third_party:{0}:${{PYTHONPA
     )
 
 
-def test_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_becomes_a_torchrun_command_and_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.setenv("PYTHONPATH", "/mine")
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     monkeypatch.setenv("RANK", "0")
-    found = command.parse_script(
-        script(tmp_path, f"A=1 B='x y' {TORCHRUN}"), tmp_path, {"--steps": "4"}, 2
+    parsed = command.parse_script(
+        dry_run_script(tmp_path, f"A=1 B='x y' {TORCHRUN}"), tmp_path, {"--steps": "4"}, 2
     )
-    started = [sys.executable, "-m", "torch.distributed.run"]
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
     options = [
         "--nnodes",
         "1",
@@ -282,13 +295,18 @@ def test_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "--tee",
         "0",
     ]
-    assert found.arguments == [*started, *options, "./train.py", "--steps", "4", "--lr", "1"]
-    assert (found.environment["A"], found.environment["B"], found.folder) == ("1", "x y", tmp_path)
-    assert found.environment["PYTHONPATH"] == f"{tmp_path}/third_party:{tmp_path}:/mine"
-    assert not {"PYTHONSAFEPATH", "RANK"} & found.environment.keys()
+    assert parsed.arguments == [*launcher, *options, "./train.py", "--steps", "4", "--lr", "1"]
+    assert (parsed.environment["A"], parsed.environment["B"], parsed.folder) == (
+        "1",
+        "x y",
+        tmp_path,
+    )
+    assert parsed.environment["PYTHONPATH"] == f"{tmp_path}/third_party:{tmp_path}:/mine"
+    assert not {"PYTHONSAFEPATH", "RANK"} & parsed.environment.keys()
     module = TORCHRUN.replace("torchrun", "python -m torch.distributed.run")
     assert (
-        command.parse_script(script(tmp_path, module), tmp_path, {}, 2).arguments == found.arguments
+        command.parse_script(dry_run_script(tmp_path, module), tmp_path, {}, 2).arguments
+        == parsed.arguments
     )
 
 
@@ -328,17 +346,21 @@ def test_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (f'{TORCHRUN}"\ncmd="true', '2 lines cmd="…"'),
     ],
 )
-def test_commands_that_are_refused(tmp_path: Path, cmd: str, said: str) -> None:
+def test_commands_that_are_not_plain_torchrun_are_refused(
+    tmp_path: Path, cmd: str, said: str
+) -> None:
     (tmp_path / "train.py").touch()
     with pytest.raises(RequestError) as caught:
-        command.parse_script(script(tmp_path, cmd), tmp_path, {"--steps": "4"}, 2)
+        command.parse_script(dry_run_script(tmp_path, cmd), tmp_path, {"--steps": "4"}, 2)
     begin = "engine.checkout: the dry run's script has no plain torchrun command: "
     assert str(caught.value) == f"{begin}{said}; nothing was started"
 
 
-def test_a_python_path_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_a_python_path_outside_the_checkout_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     with pytest.raises(
         RequestError, match="its PYTHONPATH leads out of the checkout, to '/elsewhere'"
     ):
-        command.parse_script(script(tmp_path, TORCHRUN, "/elsewhere:$PYTHONPATH"), tmp_path, {}, 2)
+        command.parse_script(
+            dry_run_script(tmp_path, TORCHRUN, "/elsewhere:$PYTHONPATH"), tmp_path, {}, 2
+        )

@@ -16,7 +16,7 @@ from fixtures.golden import golden
 from steelyard.case.precision import TRAINING_PRESETS
 from steelyard.case.request import Request
 from steelyard.case.resolve import resolve_case
-from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine import engine_rows
 from steelyard.engines.paddle import host_weights, modes, rendezvous
 from steelyard.engines.paddle.modes import PaddleModes
 from steelyard.errors import RequestError
@@ -32,7 +32,7 @@ MODEL = LlamaModel(
 )  # fmt: skip
 
 
-def torch_wholes() -> dict[str, np.ndarray]:
+def draw_torch_weights() -> dict[str, np.ndarray]:
     """Return the random weights of engine torch by name, as 1-D or 2-D arrays in logical order."""
     shape = llama_init.get_llama_shape(MODEL)
     model = llama_init.build_llama(shape, torch.device("cpu"), torch.float32)
@@ -46,28 +46,30 @@ def torch_wholes() -> dict[str, np.ndarray]:
 
 
 def test_random_weights_are_those_of_engine_torch() -> None:
-    wanted, make = torch_wholes(), host_weights.random_parameters(7, MODEL)
-    assert {"layers.0.qkv.bias", "layers.0.gate_up.weight", "norm.weight"} <= wanted.keys()
-    for name, array in wanted.items():
-        found = make(name)
-        assert found.shape == array.shape == host_weights.whole_shape(name, MODEL), name
-        np.testing.assert_allclose(found, array, rtol=0, atol=1e-6, err_msg=name)
+    expected, draw_weight = draw_torch_weights(), host_weights.random_parameters(7, MODEL)
+    assert {"layers.0.qkv.bias", "layers.0.gate_up.weight", "norm.weight"} <= expected.keys()
+    for name, array in expected.items():
+        weight = draw_weight(name)
+        assert weight.shape == array.shape == host_weights.whole_shape(name, MODEL), name
+        np.testing.assert_allclose(weight, array, rtol=0, atol=1e-6, err_msg=name)
     assert not np.allclose(
-        host_weights.random_parameters(8, MODEL)("embed.weight"), wanted["embed.weight"], atol=1e-3
+        host_weights.random_parameters(8, MODEL)("embed.weight"),
+        expected["embed.weight"],
+        atol=1e-3,
     )
 
 
 @pytest.mark.parametrize("count", [16, 17, 31, 32, 1000])
 def test_numbers_are_drawn_as_torch_draws_them(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = 2**62 + 5
-    wanted = torch.empty(count).normal_(generator=torch.Generator().manual_seed(seed)).numpy()
-    np.testing.assert_allclose(host_weights.draw_normal(seed, count), wanted, rtol=0, atol=2e-6)
+    expected = torch.empty(count).normal_(generator=torch.Generator().manual_seed(seed)).numpy()
+    np.testing.assert_allclose(host_weights.draw_normal(seed, count), expected, rtol=0, atol=2e-6)
     monkeypatch.setattr(host_weights, "CHUNK", 48)
-    np.testing.assert_allclose(host_weights.draw_normal(seed, count), wanted, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(host_weights.draw_normal(seed, count), expected, rtol=0, atol=2e-6)
 
 
-def test_a_tensor_parallel_rank_holds_what_engine_torch_gives_it() -> None:
-    shape, make = llama_init.get_llama_shape(MODEL), host_weights.random_parameters(7, MODEL)
+def test_a_tensor_parallel_rank_has_the_shard_of_engine_torch() -> None:
+    shape, draw_weight = llama_init.get_llama_shape(MODEL), host_weights.random_parameters(7, MODEL)
     for index in range(2):
         share = Shard(index, 2)
         model = llama_init.build_llama(shape, torch.device("cpu"), torch.float32, share)
@@ -79,26 +81,26 @@ def test_a_tensor_parallel_rank_holds_what_engine_torch_gives_it() -> None:
             "layers.0.down.weight",
         ):
             view = llama_placements.view_logically(name, model.get_parameter(name), shape, share)
-            wanted = view.reshape(
+            expected = view.reshape(
                 llama_placements.flatten_logical_shape(name, tuple(view.shape))
             ).numpy()
             np.testing.assert_allclose(
-                host_weights.take_part(name, make(name), index, 2),
-                wanted,
+                host_weights.take_part(name, draw_weight(name), index, 2),
+                expected,
                 rtol=0,
                 atol=1e-6,
                 err_msg=name,
             )
-    table = make("embed.weight")[:32]
+    table = draw_weight("embed.weight")[:32]
     np.testing.assert_array_equal(
         np.concatenate([host_weights.take_part("embed.weight", table, i, 2) for i in range(2)]),
         table,
     )
-    norm = make("norm.weight")
+    norm = draw_weight("norm.weight")
     assert host_weights.take_part("norm.weight", norm, 1, 2) is norm
 
 
-def test_paddle_stores_linear_layers_the_other_way_round() -> None:
+def test_linear_weights_are_transposed_for_paddle() -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     np.testing.assert_array_equal(
         host_weights.orient_for_paddle("layers.0.out.weight", array), array.T
@@ -106,7 +108,7 @@ def test_paddle_stores_linear_layers_the_other_way_round() -> None:
     np.testing.assert_array_equal(host_weights.orient_for_paddle("embed.weight", array), array)
 
 
-FOUND = {
+BF16_O2_DTYPES = {
     "parameters": {"bfloat16"},
     "gradients": {"bfloat16"},
     "logits": {"bfloat16"},
@@ -114,25 +116,27 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_types_that_are_others_than_the_precision_says_end_a_run(name: str) -> None:
+@pytest.mark.parametrize("name", BF16_O2_DTYPES)
+def test_dtypes_that_contradict_the_precision_end_a_run(name: str) -> None:
     """Paddle's level O2 on a CPU silently stays in fp32."""
-    modes.check_dtypes(TRAINING_PRESETS["bf16-o2"], FOUND)
-    other = "bfloat16" if name == "states" else "float32"
-    wanted = "float32" if name == "states" else "bfloat16"
+    modes.check_dtypes(TRAINING_PRESETS["bf16-o2"], BF16_O2_DTYPES)
+    wrong_dtype = "bfloat16" if name == "states" else "float32"
+    expected_dtype = "float32" if name == "states" else "bfloat16"
     with pytest.raises(
         RuntimeError,
-        match=f"precision bf16-o2: {name} must be {wanted}, and Paddle made them {other}",
+        match=f"precision bf16-o2: {name} must be {expected_dtype}, and Paddle made them {wrong_dtype}",
     ):
-        modes.check_dtypes(TRAINING_PRESETS["bf16-o2"], FOUND | {name: {other}})
+        modes.check_dtypes(TRAINING_PRESETS["bf16-o2"], BF16_O2_DTYPES | {name: {wrong_dtype}})
 
 
-def test_levels() -> None:
-    found = {name: modes.amp_level(TRAINING_PRESETS[name]) for name in engine_rows.PADDLE.trains_in}
-    assert found == {"fp32": None, "tf32": None, "fp16-o2": "O2", "bf16-o2": "O2"}
+def test_amp_level_of_each_precision() -> None:
+    levels = {
+        name: modes.amp_level(TRAINING_PRESETS[name]) for name in engine_rows.PADDLE.trains_in
+    }
+    assert levels == {"fp32": None, "tf32": None, "fp16-o2": "O2", "bf16-o2": "O2"}
 
 
-def job(*settings: str, **degrees: int) -> Any:
+def make_job(*settings: str, **degrees: int) -> Any:
     """Return the parts of a job that modes are derived from: a case with settings and a plan with
     degrees.
     """
@@ -163,12 +167,16 @@ def job(*settings: str, **degrees: int) -> Any:
         ),
     ],
 )
-def test_modes(
+def test_modes_follow_from_tune_and_plan(
     settings: tuple[str, ...], degrees: dict[str, int], wanted: PaddleModes, names: list[str]
 ) -> None:
-    found = modes.choose_modes(job(*settings, **degrees))
-    assert (found, list(found.names), found.dp) == (wanted, names, degrees.get("dp", 1))
-    assert found.is_data_parallel is (names == ["dp"])
+    plan_modes = modes.choose_modes(make_job(*settings, **degrees))
+    assert (plan_modes, list(plan_modes.names), plan_modes.dp) == (
+        wanted,
+        names,
+        degrees.get("dp", 1),
+    )
+    assert plan_modes.is_data_parallel is (names == ["dp"])
 
 
 @pytest.mark.parametrize(
@@ -196,15 +204,15 @@ def test_modes(
         ),
     ],
 )
-def test_modes_that_are_refused(
+def test_unsupported_modes_are_refused(
     settings: tuple[str, ...], degrees: dict[str, int], said: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        modes.choose_modes(job(*settings, **degrees))
+        modes.choose_modes(make_job(*settings, **degrees))
     assert str(caught.value) == said
 
 
-def test_what_a_device_lacks_is_refused_with_its_reason() -> None:
+def test_a_mode_that_the_device_lacks_is_refused_with_its_reason() -> None:
     alone = PaddleModes(1, 1, 1, 1, 0, False)
     modes.refuse_modes(alone, {"tp": "no"})
     with pytest.raises(
@@ -214,7 +222,7 @@ def test_what_a_device_lacks_is_refused_with_its_reason() -> None:
         modes.refuse_modes(replace(alone, tp=2), {"tp": "no kernels"})
 
 
-def test_a_record_says_what_nobody_has_run() -> None:
+def test_untried_modes_are_listed() -> None:
     assert modes.list_untried(PaddleModes(1, 1, 1, 2, 1, True), "cpu", "fp32") == []
     assert modes.list_untried(PaddleModes(2, 1, 1, 2, 2, False), "gpu", "bf16-o2") == [
         "gpu",
@@ -258,7 +266,7 @@ def test_checkpoints_are_refused(
 
 
 @dataclass(frozen=True)
-class Meeting:
+class FakeRendezvous:
     """The fields of a rendezvous that Paddle's ranks read."""
 
     file: Path | None = None
@@ -269,31 +277,34 @@ class Meeting:
 
 def test_ranks_of_one_host_meet_on_loopback(tmp_path: Path) -> None:
     """Other ranks wait until rank 0 has written its address."""
-    meet, found = Meeting(file=tmp_path / "store"), []
-    other = threading.Thread(target=lambda: found.append(rendezvous.find_master(meet, 1)))
-    other.start()
+    meet, addresses = FakeRendezvous(file=tmp_path / "store"), []
+    other_rank = threading.Thread(target=lambda: addresses.append(rendezvous.find_master(meet, 1)))
+    other_rank.start()
     host, port = rendezvous.find_master(meet, 0)
-    other.join(20)
-    assert found == [(host, port)]
+    other_rank.join(20)
+    assert addresses == [(host, port)]
     assert host == "127.0.0.1"
     assert 0 < port < 1 << 16
 
 
-def test_ranks_of_several_hosts_meet_where_the_run_says() -> None:
-    assert rendezvous.find_master(Meeting(address="10.0.0.1", port=4711), 3) == ("10.0.0.1", 4711)
+def test_ranks_of_several_hosts_meet_at_the_address_of_the_run() -> None:
+    assert rendezvous.find_master(FakeRendezvous(address="10.0.0.1", port=4711), 3) == (
+        "10.0.0.1",
+        4711,
+    )
     with pytest.raises(ValueError, match="nowhere to meet"):
-        rendezvous.find_master(Meeting(), 0)
+        rendezvous.find_master(FakeRendezvous(), 0)
 
 
-def test_a_rank_that_is_told_nothing_does_not_wait_for_ever(
+def test_a_rank_times_out_if_rank_0_publishes_no_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "TIMEOUT_S", 0.1)
     with pytest.raises(TimeoutError, match="rank 0 did not say within 0 s where to meet"):
-        rendezvous.find_master(Meeting(file=tmp_path / "store"), 1)
+        rendezvous.find_master(FakeRendezvous(file=tmp_path / "store"), 1)
 
 
-def test_paddles_variables() -> None:
+def test_environment_variables_of_a_paddle_rank() -> None:
     assert rendezvous.launcher_variables("127.0.0.1", 5000, 1, 1, 2, "gloo") == {
         "PADDLE_TRAINER_ID": "1",
         "PADDLE_TRAINERS_NUM": "2",

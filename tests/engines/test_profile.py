@@ -13,7 +13,7 @@ from steelyard.engine.profile import Activity, ActivityKind, KernelTotal, divide
 from steelyard.engines.torch.profiler import TorchProfiler, classify_kernel, read_activities
 
 
-def at(
+def make_activity(
     name: str,
     kind: ActivityKind,
     begin_s: float,
@@ -25,26 +25,30 @@ def at(
     return Activity(name, kind, begin_s, end_s, lane, size_bytes)
 
 
-def times(*made: Activity) -> dict[str, float]:
+def time_by_name(*timeline: Activity) -> dict[str, float]:
     """Divide a timeline and return the seconds of each kernel by name."""
-    return {one.name: one.time_s for one in divide_device_time(made)}
+    return {kernel.name: kernel.time_s for kernel in divide_device_time(timeline)}
 
 
-def test_one_after_the_other() -> None:
-    assert times(at("mm", "matmul", 0, 2), at("add", "other", 3, 4), at("mm", "matmul", 4, 5)) == {
+def test_times_of_sequential_activities_are_added_by_name() -> None:
+    assert time_by_name(
+        make_activity("mm", "matmul", 0, 2),
+        make_activity("add", "other", 3, 4),
+        make_activity("mm", "matmul", 4, 5),
+    ) == {
         "mm": 3,
         "add": 1,
     }
 
 
-def test_the_innermost_of_a_lane_has_the_time() -> None:
-    made = (
-        at("outer", "other", 0, 10),
-        at("mm", "matmul", 2, 5),
-        at("inner", "other", 3, 4),
-        at("last", "other", 9, 10),
+def test_nested_activities_of_a_lane_get_exclusive_time() -> None:
+    timeline = (
+        make_activity("outer", "other", 0, 10),
+        make_activity("mm", "matmul", 2, 5),
+        make_activity("inner", "other", 3, 4),
+        make_activity("last", "other", 9, 10),
     )
-    assert times(*made) == {"outer": 6, "mm": 2, "inner": 1, "last": 1}
+    assert time_by_name(*timeline) == {"outer": 6, "mm": 2, "inner": 1, "last": 1}
 
 
 @pytest.mark.parametrize(
@@ -55,34 +59,39 @@ def test_the_innermost_of_a_lane_has_the_time() -> None:
         ("bubble", "communication", {"moves": 1, "computes": 4}),
     ],
 )
-def test_what_computes_hides_what_moves(
+def test_overlapping_lanes_give_the_time_to_the_kind_of_higher_priority(
     kind: ActivityKind, other: ActivityKind, spent: dict[str, float]
 ) -> None:
-    assert times(at("moves", kind, 2, 5, "b"), at("computes", other, 0, 4, "a")) == spent
-
-
-def test_three_streams() -> None:
-    made = (
-        at("nccl", "communication", 0, 10, "c"),
-        at("mm", "matmul", 1, 4, "a"),
-        at("add", "other", 3, 6, "b"),
-        at("mm", "matmul", 8, 9, "a"),
+    assert (
+        time_by_name(
+            make_activity("moves", kind, 2, 5, "b"), make_activity("computes", other, 0, 4, "a")
+        )
+        == spent
     )
-    assert times(*made) == {"mm": 4, "add": 2, "nccl": 4}
 
 
-def test_calls_and_bytes_are_of_all() -> None:
-    made = [at("add", "other", i, i + 0.5, size_bytes=8) for i in range(3)] + [
-        at("mul", "other", 9, 10),
-        at("mul", "other", 10, 11, "a", 4),
+def test_overlap_of_three_streams() -> None:
+    timeline = (
+        make_activity("nccl", "communication", 0, 10, "c"),
+        make_activity("mm", "matmul", 1, 4, "a"),
+        make_activity("add", "other", 3, 6, "b"),
+        make_activity("mm", "matmul", 8, 9, "a"),
+    )
+    assert time_by_name(*timeline) == {"mm": 4, "add": 2, "nccl": 4}
+
+
+def test_calls_and_bytes_are_summed_by_name() -> None:
+    timeline = [make_activity("add", "other", i, i + 0.5, size_bytes=8) for i in range(3)] + [
+        make_activity("mul", "other", 9, 10),
+        make_activity("mul", "other", 10, 11, "a", 4),
     ]
-    assert divide_device_time(made) == [
+    assert divide_device_time(timeline) == [
         KernelTotal("mul", "other", 2, 2, None),
         KernelTotal("add", "other", 3, 1.5, 24),
     ]
 
 
-def test_nothing_ran() -> None:
+def test_an_empty_timeline_has_no_kernels() -> None:
     assert divide_device_time([]) == []
 
 
@@ -117,16 +126,16 @@ def test_nothing_ran() -> None:
         ("aten::native_layer_norm", "other"),
     ],
 )
-def test_kinds(name: str, kind: str) -> None:
+def test_kernel_names_are_classified(name: str, kind: str) -> None:
     assert classify_kernel(name) == kind
 
 
-def event(cat: str, name: str, ts: float, dur: float, **args: object) -> dict:
+def trace_event(cat: str, name: str, ts: float, dur: float, **args: object) -> dict:
     """Return a complete event of a Chrome trace on thread 7; times are in microseconds."""
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 7, "args": args}
 
 
-def test_a_devices_trace() -> None:
+def test_a_device_trace_yields_kernels_with_the_bytes_of_their_operator() -> None:
     """Only kernels and copies are returned; a kernel's bytes are those of the operator that
     launched it.
     """
@@ -136,40 +145,42 @@ def test_a_devices_trace() -> None:
     }
     trace = {
         "traceEvents": [
-            event("cpu_op", "aten::mm", 0, 5, **{"External id": 1}, **shapes),
-            event("kernel", "nvjet_x", 10, 4, **{"External id": 1, "stream": 7}),
-            event("kernel", "mine", 20, 1, stream=9),
-            event("gpu_memcpy", "Memcpy HtoD", 30, 2, stream=7, bytes=64),
+            trace_event("cpu_op", "aten::mm", 0, 5, **{"External id": 1}, **shapes),
+            trace_event("kernel", "nvjet_x", 10, 4, **{"External id": 1, "stream": 7}),
+            trace_event("kernel", "mine", 20, 1, stream=9),
+            trace_event("gpu_memcpy", "Memcpy HtoD", 30, 2, stream=7, bytes=64),
             {"ph": "i", "cat": "kernel", "name": "no duration", "ts": 0},
         ]
     }
-    found = list(read_activities(trace, on_device=True))
-    assert [(one.name, one.kind, one.lane, one.size_bytes) for one in found] == [
+    kernels = list(read_activities(trace, on_device=True))
+    assert [
+        (activity.name, activity.kind, activity.lane, activity.size_bytes) for activity in kernels
+    ] == [
         ("nvjet_x", "matmul", "stream 7", 2 * 3 * 2 + 3 * 4 * 4),
         ("mine", "other", "stream 9", None),
         ("Memcpy HtoD", "copy", "stream 7", 64),
     ]
-    assert (found[0].begin_s, found[0].end_s) == pytest.approx((1e-5, 1.4e-5))
-    assert [one.name for one in read_activities(trace, on_device=False)] == ["aten::mm"]
+    assert (kernels[0].begin_s, kernels[0].end_s) == pytest.approx((1e-5, 1.4e-5))
+    assert [activity.name for activity in read_activities(trace, on_device=False)] == ["aten::mm"]
 
 
-def test_a_tensor_of_unknown_size_makes_all_unknown() -> None:
-    told = {"Input Dims": [[2], []], "Input type": ["float", "GenericList"]}
-    [one] = read_activities(
-        {"traceEvents": [event("cpu_op", "aten::cat", 0, 1, **told)]}, on_device=False
+def test_an_input_of_unknown_size_makes_the_bytes_unknown() -> None:
+    inputs = {"Input Dims": [[2], []], "Input type": ["float", "GenericList"]}
+    [operator] = read_activities(
+        {"traceEvents": [trace_event("cpu_op", "aten::cat", 0, 1, **inputs)]}, on_device=False
     )
-    assert one.size_bytes is None
+    assert operator.size_bytes is None
 
 
-def test_torchs_profiler_on_a_cpu(tmp_path: Path) -> None:
+def test_torch_profiler_counts_calls_and_bytes_on_a_cpu(tmp_path: Path) -> None:
     a = torch.ones(64, 64)
-    watched = TorchProfiler(torch.device("cpu"))
-    watched.start()
+    profiler = TorchProfiler(torch.device("cpu"))
+    profiler.start()
     for _ in range(3):
         torch.mm(a, a)
-    found = divide_device_time(watched.stop(tmp_path / "trace.json.gz"))
-    assert [(one.kind, one.calls, one.size_bytes) for one in found if one.name == "aten::mm"] == [
-        ("matmul", 3, 3 * 2 * 64 * 64 * 4)
-    ]
-    kept = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
-    assert sum(one.get("name") == "aten::mm" for one in kept["traceEvents"]) == 3
+    kernels = divide_device_time(profiler.stop(tmp_path / "trace.json.gz"))
+    assert [
+        (entry.kind, entry.calls, entry.size_bytes) for entry in kernels if entry.name == "aten::mm"
+    ] == [("matmul", 3, 3 * 2 * 64 * 64 * 4)]
+    trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
+    assert sum(entry.get("name") == "aten::mm" for entry in trace["traceEvents"]) == 3

@@ -13,7 +13,7 @@ from fixtures.commands import Shell
 from fixtures.golden import golden
 from steelyard.case.request import Request
 from steelyard.case.resolve import list_shipped_cases, resolve_case
-from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine import engine_rows
 from steelyard.engine.engine_rows import EngineRow
 from steelyard.errors import RequestError
 from steelyard.run.checked_request import CheckedRequest, check_request
@@ -26,7 +26,7 @@ MMLU, LAMBADA, CORPUS, RECORD = (
 )
 
 
-def asked(
+def make_request(
     name: str,
     engine: str,
     devices: int = 1,
@@ -39,7 +39,7 @@ def asked(
     return Request(resolved, engine=engine, accelerator="cpu", devices=devices)
 
 
-def refusal(request: Request) -> str:
+def refusal_message(request: Request) -> str:
     """Return the one line with which a request is refused."""
     with pytest.raises(RequestError) as caught:
         check_request(request)
@@ -51,48 +51,48 @@ def refusal(request: Request) -> str:
     ("request_", "said"),
     [
         (
-            asked(RECORD, "transformers"),
+            make_request(RECORD, "transformers"),
             f"engine 'transformers' does not run {RECORD}; allowed: torch, reference",
         ),
         (
-            asked(MMLU, "reference"),
+            make_request(MMLU, "reference"),
             f"engine 'reference' does not run {MMLU}; allowed: torch, transformers, megatron",
         ),
         (
-            asked(CORPUS, "reference"),
+            make_request(CORPUS, "reference"),
             (
                 f"engine 'reference' does not run {CORPUS}; allowed: torch, transformers, megatron,"
                 " paddle, flagscale"
             ),
         ),
         (
-            asked(MMLU, "abacus"),
+            make_request(MMLU, "abacus"),
             (
                 "no engine 'abacus'; known: flagscale, megatron, paddle, reference, torch,"
                 " transformers"
             ),
         ),
         (
-            asked(MMLU, "transformers", division="open"),
+            make_request(MMLU, "transformers", division="open"),
             f"{MMLU} has no division 'open' with engine transformers; allowed: closed",
         ),
         (
-            asked(LAMBADA, "torch", division="open"),
+            make_request(LAMBADA, "torch", division="open"),
             f"{LAMBADA} has no division 'open' with engine torch; allowed: closed",
         ),
         (
-            asked(RECORD, "reference", division="open"),
+            make_request(RECORD, "reference", division="open"),
             f"{RECORD} has no division 'open' with engine reference; allowed: closed",
         ),
         (
-            asked(MMLU, "transformers", 2, parallel="TP2"),
+            make_request(MMLU, "transformers", 2, parallel="TP2"),
             (
                 "engine transformers holds a whole model on each device; asked: TP2PP1DP1; allowed:"
                 " --parallel DP"
             ),
         ),
         (
-            asked(CORPUS, "transformers", 2, parallel="PP2"),
+            make_request(CORPUS, "transformers", 2, parallel="PP2"),
             (
                 "engine transformers holds a whole model on each device; asked: TP1PP2DP1; allowed:"
                 " --parallel DP"
@@ -101,48 +101,50 @@ def refusal(request: Request) -> str:
     ],
     ids=range(9),
 )
-def test_what_a_row_does_not_say_is_refused(request_: Request, said: str) -> None:
-    assert refusal(request_) == said
+def test_requests_outside_an_engine_row_are_refused(request_: Request, said: str) -> None:
+    assert refusal_message(request_) == said
 
 
 @pytest.mark.parametrize("engine", ["megatron", "paddle", "flagscale"])
-def test_engines_that_compute_a_plain_llama_alone_say_so(engine: str) -> None:
+def test_engines_for_plain_llamas_refuse_variants(engine: str) -> None:
     resolved = resolve_case(
         CORPUS, "smoke", settings=["question.model.window=9", "question.model.qk_norm=true"]
     )
     assert (
-        refusal(Request(resolved, engine=engine, accelerator="cpu", devices=1))
+        refusal_message(Request(resolved, engine=engine, accelerator="cpu", devices=1))
         == f"engine {engine!r} does not run {CORPUS}: its model has question.model.qk_norm,"
         " question.model.window; allowed: torch, transformers"
     )
 
 
-def test_precisions_are_refused_by_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_precision_missing_from_the_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = replace(engine_rows.TORCH, precisions=("fp32", "bf16"))
     monkeypatch.setattr(engine_rows, "TORCH", narrow)
     monkeypatch.setattr(engine_rows, "find_engine", lambda name: narrow)
-    assert refusal(asked(MMLU, "torch", precision="fp16")) == golden(
+    assert refusal_message(make_request(MMLU, "torch", precision="fp16")) == golden(
         "engine-torch-has-no-matmuls-in"
     )
-    assert check_request(asked(MMLU, "torch", precision="bf16")).engine is narrow
+    assert check_request(make_request(MMLU, "torch", precision="bf16")).engine is narrow
 
 
 def test_a_module_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     row = replace(engine_rows.TRANSFORMERS, needs=("torch", "no_such_module_here"))
     monkeypatch.setattr(engine_rows, "find_engine", lambda name: row)
-    assert refusal(asked(MMLU, "transformers")) == (
+    assert refusal_message(make_request(MMLU, "transformers")) == (
         golden("no_such_module_here-is-not-installed-and-engine")
     )
 
 
-def test_what_a_row_says_is_ready() -> None:
-    found: CheckedRequest = check_request(asked(MMLU, "torch", 2, parallel="TP2", division="open"))
-    assert (found.engine, str(found.plan), found.passes) == (
+def test_a_supported_request_becomes_ready() -> None:
+    prepared: CheckedRequest = check_request(
+        make_request(MMLU, "torch", 2, parallel="TP2", division="open")
+    )
+    assert (prepared.engine, str(prepared.plan), prepared.passes) == (
         engine_rows.TORCH,
         "TP2PP1DP1",
         ("val", "infer"),
     )
-    assert (found.scope.kind, found.accelerator.name) == ("full", "cpu")
+    assert (prepared.scope.kind, prepared.accelerator.name) == ("full", "cpu")
 
 
 def test_a_module_of_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +154,9 @@ def test_a_module_of_a_package_that_is_missing_is_named(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "megatron", None)
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
     assert engine_rows.MEGATRON.find_missing_module() == "megatron.core"
-    assert refusal(asked(MMLU, "megatron")) == (golden("megatron-core-is-not-installed-and"))
+    assert refusal_message(make_request(MMLU, "megatron")) == (
+        golden("megatron-core-is-not-installed-and")
+    )
     monkeypatch.delitem(sys.modules, "steelyard.engines.megatron.score", raising=False)
     monkeypatch.delitem(sys.modules, "steelyard.engines.megatron.config", raising=False)
     with pytest.raises(RequestError) as caught:
@@ -161,7 +165,7 @@ def test_a_module_of_a_package_that_is_missing_is_named(monkeypatch: pytest.Monk
     assert str(caught.value).endswith("; pip install 'steelyard[megatron]'")
 
 
-MAPPED = "libtorch_cpu.so: failed to map segment from shared object"
+MAP_ERROR = "libtorch_cpu.so: failed to map segment from shared object"
 
 
 @pytest.mark.parametrize(
@@ -171,18 +175,18 @@ MAPPED = "libtorch_cpu.so: failed to map segment from shared object"
             False,
             MemoryError,
             (
-                f"engine 'torch' cannot be imported for lack of memory ({MAPPED}); free memory, or"
+                f"engine 'torch' cannot be imported for lack of memory ({MAP_ERROR}); free memory, or"
                 " raise its limit (ulimit -v)"
             ),
         ),
         (
             True,
             RequestError,
-            f"engine 'torch' cannot be imported ({MAPPED}); install what it needs again: ",
+            f"engine 'torch' cannot be imported ({MAP_ERROR}); install what it needs again: ",
         ),
     ],
 )
-def test_an_engine_that_is_there_and_cannot_be_imported(
+def test_import_errors_of_an_installed_engine_are_explained(
     monkeypatch: pytest.MonkeyPatch, noexec: bool, kind: type[Exception], said: str
 ) -> None:
     """The dynamic loader has one message for two causes: too little memory, and a file system
@@ -190,7 +194,7 @@ def test_an_engine_that_is_there_and_cannot_be_imported(
     """
 
     def fail(reference: str) -> None:
-        cause = ImportError(MAPPED, name="_C", path="/")
+        cause = ImportError(MAP_ERROR, name="_C", path="/")
         raise ImportError("a long essay of a package", name="_C") from cause
 
     monkeypatch.setattr(engine_rows.plugins, "load_reference", fail)
@@ -203,7 +207,7 @@ def test_an_engine_that_is_there_and_cannot_be_imported(
 
 
 @pytest.mark.parametrize("row", engine_rows.load_engine_rows().values(), ids=lambda row: row.name)
-def test_every_row_names_known_work_and_what_it_loads(row: EngineRow) -> None:
+def test_every_row_names_known_works_and_existing_classes(row: EngineRow) -> None:
     assert set(row.works) <= set(engine_rows.WORKS)
     assert row.divisions[0] == "closed"
     for work, reference in row.works.items():
@@ -221,7 +225,7 @@ def test_every_row_names_known_work_and_what_it_loads(row: EngineRow) -> None:
         engine_rows.load_engine(row.name, "juggling")
 
 
-def test_frameworks() -> None:
+def test_frameworks_are_loaded_by_name() -> None:
     assert engine_rows.load_framework("torch").__name__ == "TorchFramework"
     with pytest.raises(RequestError, match="no framework 'jax'; known: paddle, program, torch"):
         engine_rows.load_framework("jax")
@@ -237,16 +241,18 @@ def test_frameworks() -> None:
         ((), "DP", False),
     ],
 )
-def test_degrees(degrees: tuple[str, ...], plan: str, able: bool) -> None:
+def test_a_row_accepts_plans_of_its_degrees_only(
+    degrees: tuple[str, ...], plan: str, able: bool
+) -> None:
     row = replace(engine_rows.TORCH, degrees=degrees)
-    assert row.can_divide(check_request(asked(MMLU, "torch", 2, parallel=plan)).plan) is able
+    assert row.can_divide(check_request(make_request(MMLU, "torch", 2, parallel=plan)).plan) is able
 
 
 def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
     done = shell("list", "--json")
-    found = {one["name"]: one for one in done.json()["engines"]}
+    engines = {engine["name"]: engine for engine in done.json()["engines"]}
     llama = [name for name in list_shipped_cases() if name != RECORD]
-    assert {name: one["cases"] for name, one in found.items()} == {
+    assert {name: engine["cases"] for name, engine in engines.items()} == {
         "flagscale": ["llama1-13b-openwebtext", CORPUS],
         "megatron": llama,
         "paddle": ["aquila2-7b-alpaca", "llama1-13b-openwebtext", CORPUS],
@@ -254,7 +260,7 @@ def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
         "torch": list_shipped_cases(),
         "transformers": llama,
     }
-    assert {name: one["divisions"] for name, one in found.items()} == {
+    assert {name: engine["divisions"] for name, engine in engines.items()} == {
         "flagscale": ["closed"],
         "megatron": ["closed"],
         "paddle": ["closed"],
@@ -262,7 +268,7 @@ def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
         "torch": ["closed", "open"],
         "transformers": ["closed"],
     }
-    assert {name: one["degrees"] for name, one in found.items()} == {
+    assert {name: engine["degrees"] for name, engine in engines.items()} == {
         "flagscale": ["TP", "PP", "DP"],
         "megatron": ["TP", "PP", "DP"],
         "paddle": ["TP", "PP", "DP"],
@@ -270,12 +276,21 @@ def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
         "torch": ["TP", "PP", "DP"],
         "transformers": ["DP"],
     }
-    others = {name: one["framework"] for name, one in found.items() if one["framework"] != "torch"}
-    assert others == {"paddle": "paddle", "flagscale": "program"}
-    assert found["torch"]["works"] == ["score_choices", "score_texts", "train_rows", "train_cloze"]
-    assert found["paddle"]["trains_in"] == ["fp32", "tf32", "fp16-o2", "bf16-o2"]
-    shown = " ".join(shell("list").out.split())
-    assert "; closed; fp32, tf32, fp16-o2, bf16-o2; TP PP DP" in shown
+    non_torch_frameworks = {
+        name: engine["framework"]
+        for name, engine in engines.items()
+        if engine["framework"] != "torch"
+    }
+    assert non_torch_frameworks == {"paddle": "paddle", "flagscale": "program"}
+    assert engines["torch"]["works"] == [
+        "score_choices",
+        "score_texts",
+        "train_rows",
+        "train_cloze",
+    ]
+    assert engines["paddle"]["trains_in"] == ["fp32", "tf32", "fp16-o2", "bf16-o2"]
+    listing = " ".join(shell("list").out.split())
+    assert "; closed; fp32, tf32, fp16-o2, bf16-o2; TP PP DP" in listing
     named = "fp32, tf32, fp16, bf16, fp8, bf16-pure, fp8-pure"
-    assert f" torch all cases; closed, open; {named}; TP PP DP" in shown
-    assert f" transformers {', '.join(llama)}; closed; " in shown
+    assert f" torch all cases; closed, open; {named}; TP PP DP" in listing
+    assert f" transformers {', '.join(llama)}; closed; " in listing

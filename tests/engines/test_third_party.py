@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).parents[1] / "fixtures" / "packages" / "plain_engine"
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     """A shell with the example package installed."""
-    one = Shell(tmp_path, (PACKAGE,))
-    yield one
-    one.clean()
+    new_shell = Shell(tmp_path, (PACKAGE,))
+    yield new_shell
+    new_shell.clean()
 
 
 def test_the_example_is_short() -> None:
@@ -25,7 +25,7 @@ def test_the_example_is_short() -> None:
         if path.suffix != ".pyc" and path.is_file()
         for line in path.open()
     ]
-    assert len(lines) <= 100
+    assert len(lines) <= 105
 
 
 @pytest.mark.full
@@ -58,7 +58,7 @@ def test_the_example_conforms_and_is_recorded(shell: Shell) -> None:
 
 
 @pytest.mark.full
-def test_replicas_share_its_work(shell: Shell) -> None:
+def test_replicas_share_the_work_of_the_example_engine(shell: Shell) -> None:
     run = (
         "run",
         CASE,

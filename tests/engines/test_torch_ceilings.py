@@ -37,18 +37,18 @@ def shown() -> TorchCeilings:
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "fp16", "bf16"])
-def test_a_right_product_passes(precision: str, layout: str):
+def test_a_correct_matmul_passes_its_check(precision: str, layout: str):
     torch.manual_seed(0)
-    made = MATMULS[precision](Matmul(name="x", layout=layout, m=40, n=48, k=64), CPU)
-    error, bound = check_matmul(made, precision)
-    assert made.call().shape == (40, 48)
+    benchmark = MATMULS[precision](Matmul(name="x", layout=layout, m=40, n=48, k=64), CPU)
+    error, bound = check_matmul(benchmark, precision)
+    assert benchmark.call().shape == (40, 48)
     assert 0 <= error <= bound == ERROR_BOUNDS[precision]
     # The reference is an fp64 product too: whether its last bits differ depends on the CPU's
     # kernels.
     assert error > 0 or precision == "fp64"
 
 
-def test_int8_is_exact_where_the_cpu_is():
+def test_int8_matmul_is_exact_where_the_cpu_adds_exactly():
     """A CPU without int8 dot-product instructions saturates sums of two products; such a result
     must fail the check.
     """
@@ -65,24 +65,26 @@ def test_int8_is_exact_where_the_cpu_is():
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (39, 47)])
-def test_a_wrong_product_does_not(row: int, column: int, precision: str):
+def test_a_wrong_matmul_fails_its_check(row: int, column: int, precision: str):
     """One number in a corner of the result is wrong by a tenth of the result's root mean square."""
     torch.manual_seed(0)
-    made = MATMULS[precision](Matmul(name="x", m=40, n=48, k=64), CPU)
-    right = made.call
+    benchmark = MATMULS[precision](Matmul(name="x", m=40, n=48, k=64), CPU)
+    correct_work = benchmark.call
 
     def wrong() -> torch.Tensor:
-        out = right().clone()
+        out = correct_work().clone()
         out[row, column] += 0.8
         return out
 
-    error, bound = check_matmul(replace(made, call=wrong), precision)
+    error, bound = check_matmul(replace(benchmark, call=wrong), precision)
     assert error > bound
     assert error == pytest.approx(0.1, rel=0.3)
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_attention_is_held_to_its_definition(backward: bool, monkeypatch: pytest.MonkeyPatch):
+def test_attention_without_a_causal_mask_fails_its_check(
+    backward: bool, monkeypatch: pytest.MonkeyPatch
+):
     torch.manual_seed(0)
     error, bound = attention_ceilings._check_attention(CPU, HEADS, "rows", backward)
     assert 0 < error <= bound
@@ -100,16 +102,16 @@ def test_attention_is_held_to_its_definition(backward: bool, monkeypatch: pytest
     assert error > bound
 
 
-def test_attention_fits_the_time_it_has():
+def test_attention_shrinks_to_its_time_budget():
     """One row of 256 tokens is the smallest size, however long it takes."""
-    for most, rows, tokens in ((None, 2, 256), (1e18, 2, 256), (1.0, 1, 256)):
-        budget = CallBudget(most, 1.0)
-        made = attention_ceilings._prepare_attention(CPU, HEADS, "rows", False, budget)
-        assert (made.detail["rows"], made.detail["tokens"]) == (rows, tokens)
-        assert made.amount == 4 * 4 * 16 * rows * 256 * 257 // 2
+    for max_flops, rows, tokens in ((None, 2, 256), (1e18, 2, 256), (1.0, 1, 256)):
+        budget = CallBudget(max_flops, 1.0)
+        benchmark = attention_ceilings._prepare_attention(CPU, HEADS, "rows", False, budget)
+        assert (benchmark.detail["rows"], benchmark.detail["tokens"]) == (rows, tokens)
+        assert benchmark.amount == 4 * 4 * 16 * rows * 256 * 257 // 2
 
 
-def test_a_shape_fits_the_time_it_has():
+def test_a_matmul_shrinks_to_its_time_budget_or_is_refused():
     shape = Matmul(name="x", m=1000, n=10, k=10)
     assert _fit_to_budget(shape, CallBudget(None, 1.0), shrinks=True) == shape
     assert _fit_to_budget(shape, CallBudget(200_000.0, 1.0), shrinks=True) == shape
@@ -124,7 +126,7 @@ def test_a_shape_fits_the_time_it_has():
         _fit_to_budget(shape, CallBudget(199_999.0, 1.0), shrinks=False)
 
 
-def test_a_cpu_says_what_it_lacks(shown: TorchCeilings):
+def test_rows_that_a_cpu_lacks_give_the_reason(shown: TorchCeilings):
     rows = list(shown.rows(quick=True))
     lacking = {row.name: row.unavailable for row in rows if row.unavailable is not None}
     assert lacking["square 512"] == "a CPU has no TF32"
@@ -136,23 +138,26 @@ def test_a_cpu_says_what_it_lacks(shown: TorchCeilings):
 
 def test_memory_rows_are_checked(shown: TorchCeilings, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_ceilings, "QUICK_BYTES", 1 << 20)
-    made = {
+    benchmarks = {
         row.name: row.prepare(CallBudget(None, 1.0))
         for row in shown.rows(quick=True)
         if row.group == "memory"
     }
-    assert {name: one.amount for name, one in made.items()} == {
+    assert {name: benchmark.amount for name, benchmark in benchmarks.items()} == {
         "read": 1 << 20,
         "write": 1 << 20,
         "copy": 2 << 20,
     }
-    for one in made.values():
-        one.call()
-        error, bound = one.check()
+    for benchmark in benchmarks.values():
+        benchmark.call()
+        error, bound = benchmark.check()
         assert error <= bound
 
 
-def test_capacity_is_told(shown: TorchCeilings):
+def test_memory_capacity_is_reported(shown: TorchCeilings):
     (row,) = [row for row in shown.rows(quick=True) if row.group == "capacity"]
-    made = row.prepare(CallBudget(None, 1.0))
-    assert (made.amount > 0, str(made.detail["how"]).startswith("not tried: ")) == (True, True)
+    benchmark = row.prepare(CallBudget(None, 1.0))
+    assert (benchmark.amount > 0, str(benchmark.detail["how"]).startswith("not tried: ")) == (
+        True,
+        True,
+    )

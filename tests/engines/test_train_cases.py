@@ -20,16 +20,16 @@ CASE = "llama1-7b-openwebtext"
 RUN = ("run", CASE, "--size", "smoke", "--accelerator", "cpu")
 
 
-def record(shell: Shell) -> dict[str, Any]:
+def read_record(shell: Shell) -> dict[str, Any]:
     """Return the only record in the shell's output folder."""
     [path] = shell.out.glob("*.json")
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
 
 
-def steps(found: dict[str, Any]) -> list[dict[str, Any]]:
+def train_steps(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the samples of the train pass."""
-    return [s for s in found["samples"] if s["pass"] == "train"]
+    return [s for s in record["samples"] if s["pass"] == "train"]
 
 
 @pytest.mark.full
@@ -42,14 +42,14 @@ def test_a_loss_that_is_no_number_ends_the_run(shell: Shell) -> None:
         shell.out,
     )
     assert done.code == 1
-    found = record(shell)
-    losses = [s["values"]["loss"] for s in steps(found)]
+    run_record = read_record(shell)
+    losses = [s["values"]["loss"] for s in train_steps(run_record)]
     bad = losses.index(None)
-    assert found["status"] == "invalid"
-    said = {"code": "check.finite_loss.bad", "values": {"step": bad}}
-    assert found["reasons"][0] == {"code": "nan", "text": said}
+    assert run_record["status"] == "invalid"
+    text = {"code": "check.finite_loss.bad", "values": {"step": bad}}
+    assert run_record["reasons"][0] == {"code": "nan", "text": text}
     assert len(losses) == bad + 1 < 40
-    assert found["metrics"]["loss"]["value"] is None
+    assert run_record["metrics"]["loss"]["value"] is None
     assert f"nan: step {bad}" in done.err
 
 
@@ -57,13 +57,15 @@ def test_a_loss_that_is_no_number_ends_the_run(shell: Shell) -> None:
 def test_a_loss_beyond_its_bound_ends_the_run(shell: Shell) -> None:
     done = shell(*RUN, "--set=question.train.bound=5.0", "--out", shell.out)
     assert done.code == 1
-    found = record(shell)
-    losses = [s["values"]["loss"] for s in steps(found)]
+    run_record = read_record(shell)
+    losses = [s["values"]["loss"] for s in train_steps(run_record)]
     assert losses[0] > 5.0
     assert len(losses) == 1
-    [reason] = [one for one in found["reasons"] if one["code"] == "loss_bound"]
-    told = {"step": 0, "value": str(losses[0]), "bound": "5.0"}
-    assert reason["text"] == {"code": "check.loss_bound.bad", "values": told}
+    [reason] = [
+        candidate for candidate in run_record["reasons"] if candidate["code"] == "loss_bound"
+    ]
+    values = {"step": 0, "value": str(losses[0]), "bound": "5.0"}
+    assert reason["text"] == {"code": "check.loss_bound.bad", "values": values}
 
 
 @pytest.fixture
@@ -77,7 +79,9 @@ def saved(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_megatron_shards_train_as_the_folder_they_were_made_of(shell: Shell, saved: Path) -> None:
+def test_megatron_shards_train_as_the_folder_they_were_converted_from(
+    shell: Shell, saved: Path
+) -> None:
     """The two shards are loaded by one device and by a pipeline of two."""
     assert (
         shell(
@@ -86,33 +90,35 @@ def test_megatron_shards_train_as_the_folder_they_were_made_of(shell: Shell, sav
         == 0
     )
     losses = {}
-    for number, (weights, more) in enumerate(
+    for number, (weights, options) in enumerate(
         [
             (saved, ()),
             (shell.folder / "shards", ()),
             (shell.folder / "shards", ("--devices", "2", "--parallel", "PP2")),
         ]
     ):
-        one = Shell(shell.folder / str(number))
-        one.folder.mkdir()
-        done = one(*RUN, "--steps", "4", "--weights", weights, *more, "--out", one.out)
+        run_shell = Shell(shell.folder / str(number))
+        run_shell.folder.mkdir()
+        done = run_shell(
+            *RUN, "--steps", "4", "--weights", weights, *options, "--out", run_shell.out
+        )
         assert done.code == 0, done.err
-        found = record(one)
-        assert found["weights"]["source"] == ("megatron" if number else "huggingface"), found[
-            "weights"
-        ]
-        losses[number] = [s["values"]["loss"] for s in steps(found) if s["rank"] == 0]
+        run_record = read_record(run_shell)
+        assert run_record["weights"]["source"] == ("megatron" if number else "huggingface"), (
+            run_record["weights"]
+        )
+        losses[number] = [s["values"]["loss"] for s in train_steps(run_record) if s["rank"] == 0]
     assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sharding", ["1", "3"])
 def test_transformers_over_two_devices_trains_as_on_one(shell: Shell, sharding: str) -> None:
-    losses, held = [], []
+    losses, details = [], []
     for devices in ("1", "2"):
-        one = Shell(shell.folder / devices)
-        one.folder.mkdir()
-        more = (
+        run_shell = Shell(shell.folder / devices)
+        run_shell.folder.mkdir()
+        options = (
             "--devices",
             devices,
             "--engine",
@@ -121,28 +127,34 @@ def test_transformers_over_two_devices_trains_as_on_one(shell: Shell, sharding: 
             "--steps",
             "5",
         )
-        done = one(*RUN, *more, "--out", one.out)
+        done = run_shell(*RUN, *options, "--out", run_shell.out)
         assert done.code == 0, done.err
-        found = record(one)
-        losses.append([s["values"]["loss"] for s in steps(found) if s["rank"] == 0])
-        held.append(found["engine"]["details"])
-    assert held[1]["sharding"] == int(sharding)
-    assert held[0]["optimizer_states"] == 2 * held[0]["parameters"] == 2 * 2 * held[1]["parameters"]
-    assert held[1]["optimizer_states"] == held[0]["optimizer_states"] / 2
-    assert held[1]["dtypes"] == dict.fromkeys(
+        run_record = read_record(run_shell)
+        losses.append([s["values"]["loss"] for s in train_steps(run_record) if s["rank"] == 0])
+        details.append(run_record["engine"]["details"])
+    assert details[1]["sharding"] == int(sharding)
+    assert (
+        details[0]["optimizer_states"]
+        == 2 * details[0]["parameters"]
+        == 2 * 2 * details[1]["parameters"]
+    )
+    assert details[1]["optimizer_states"] == details[0]["optimizer_states"] / 2
+    assert details[1]["dtypes"] == dict.fromkeys(
         ("parameters", "main_parameters", "gradients", "states"), "fp32"
     )
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.full
-def test_transformers_over_two_devices_says_what_to_add(shell: Shell) -> None:
+def test_transformers_on_two_devices_without_sharding_names_the_missing_option(
+    shell: Shell,
+) -> None:
     done = shell(*RUN, "--devices", "2", "--engine", "transformers", "--out", shell.out)
     assert done.code == 2
     assert "add --set tune.sharding=3" in done.lines[-1]
 
 
-WHICH = """
+DETERMINISM_PROBE = """
 import time, torch
 from steelyard.engines.torch.framework import TorchFramework
 before = torch.are_deterministic_algorithms_enabled()
@@ -152,29 +164,33 @@ print(before, torch.are_deterministic_algorithms_enabled(), torch.utils.determin
 
 
 @pytest.mark.full
-def test_the_same_bits_where_asked(shell: Shell) -> None:
+def test_deterministic_runs_have_equal_losses(shell: Shell) -> None:
     """Runs on a CPU are equal anyway, so a program also checks that torch was told to be
     deterministic.
     """
-    told = subprocess.run(
-        [sys.executable, "-c", WHICH], env=shell.env(), capture_output=True, text=True, check=True
+    probe = subprocess.run(
+        [sys.executable, "-c", DETERMINISM_PROBE],
+        env=shell.env(),
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert told.stdout == "False True False\n"
+    assert probe.stdout == "False True False\n"
     losses = []
     for name in ("one", "two"):
-        one = Shell(shell.folder / name)
-        one.folder.mkdir()
-        done = one(
+        run_shell = Shell(shell.folder / name)
+        run_shell.folder.mkdir()
+        done = run_shell(
             *RUN,
             "--steps",
             "5",
             "--set=tune.deterministic=true",
             "--out",
-            one.out,
+            run_shell.out,
             OMP_NUM_THREADS="2",
         )
         assert done.code == 0, done.err
-        found = record(one)
-        losses.append([s["values"] for s in steps(found)])
+        run_record = read_record(run_shell)
+        losses.append([s["values"] for s in train_steps(run_record)])
     assert losses[0] == losses[1]
-    assert found["tune"]["deterministic"] is True
+    assert run_record["tune"]["deterministic"] is True

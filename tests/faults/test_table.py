@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from faults.faults import FAULTS, PHASES, QUICK
-from faults.table import Seen, Table, cells
+from faults.table import FaultResult, FaultTable, read_cells
 
 DOCS = Path(__file__).parents[2] / "docs"
-BESIDE = {
+FAULTS_BESIDE = {
     *(
         ("two runs on the same devices", "preflight", where)
         for where in ("local 1x2", "ssh 2x1", "slurm 2x1")
@@ -15,21 +15,21 @@ BESIDE = {
 }
 
 
-def test_every_fault_was_seen_or_is_named_as_not_seen() -> None:
-    seen = {row[:3]: row for row in cells(DOCS / "faults.md")}
-    every = {(one.what, one.phase, one.where) for one in FAULTS} | BESIDE
-    lacking = {
-        one
-        for one in every
-        if f"- {one[2]}, {one[1]}: {one[0]}\n" in (DOCS / "faults.md").read_text()
+def test_every_fault_is_in_the_table_or_listed_as_untested() -> None:
+    seen = {row[:3]: row for row in read_cells(DOCS / "faults.md")}
+    all_faults = {(fault.what, fault.phase, fault.where) for fault in FAULTS} | FAULTS_BESIDE
+    untested = {
+        fault
+        for fault in all_faults
+        if f"- {fault[2]}, {fault[1]}: {fault[0]}\n" in (DOCS / "faults.md").read_text()
     }
-    assert set(seen) | lacking == every
-    assert not set(seen) & lacking
+    assert set(seen) | untested == all_faults
+    assert not set(seen) & untested
     assert len(seen) >= 100
-    for one in [one for one in FAULTS if (one.what, one.phase, one.where) in seen]:
-        row = seen[one.what, one.phase, one.where]
-        assert row[4] == f"{one.bound_s:.0f} s"
-        assert one.code is None or row[5] == f"`{one.code}`"
+    for fault in [fault for fault in FAULTS if (fault.what, fault.phase, fault.where) in seen]:
+        row = seen[fault.what, fault.phase, fault.where]
+        assert row[4] == f"{fault.bound_s:.0f} s"
+        assert fault.code is None or row[5] == f"`{fault.code}`"
     for row in seen.values():
         after_s, bound_s = (float(cell.removesuffix(" s")) for cell in row[3:5])
         assert after_s <= bound_s
@@ -37,34 +37,34 @@ def test_every_fault_was_seen_or_is_named_as_not_seen() -> None:
 
 
 def test_every_reason_is_explained() -> None:
-    for code in {one.code for one in FAULTS if one.code is not None}:
+    for code in {fault.code for fault in FAULTS if fault.code is not None}:
         assert f"`{code}`" in (DOCS / "faults.md").read_text().partition("## What was seen")[0], (
             code
         )
         assert f"| `{code}` |" in (DOCS / "metrics.md").read_text(), code
 
 
-def test_every_phase_has_every_fault() -> None:
+def test_every_phase_has_sigkill_and_sigstop_of_every_process() -> None:
     """The signals go to each rank and to the agent; the faults marked quick are those of QUICK, and
     names are unique.
     """
-    found = {(one.what, one.phase) for one in FAULTS if one.where == "local 1x2"}
+    local_faults = {(fault.what, fault.phase) for fault in FAULTS if fault.where == "local 1x2"}
     for phase in PHASES:
         for who in ("rank 0", "rank 1", "agent"):
-            assert {(f"{who}: SIGKILL", phase), (f"{who}: SIGSTOP", phase)} <= found
-    assert {one.name for one in FAULTS if one.quick} == QUICK
-    assert len({one.name for one in FAULTS}) == len(FAULTS)
+            assert {(f"{who}: SIGKILL", phase), (f"{who}: SIGSTOP", phase)} <= local_faults
+    assert {fault.name for fault in FAULTS if fault.quick} == QUICK
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 
 
-def test_a_table_goes_between_its_marks(tmp_path: Path) -> None:
+def test_a_table_is_written_between_its_marks(tmp_path: Path) -> None:
     path = tmp_path / "faults.md"
     path.write_text("before\n<!-- what was seen -->\nold\n<!-- end -->\nafter\n")
-    there = Seen("a", "pass", "ssh 2x1", 1.26, 15.0, "`killed`", "none", "whole")
-    here = Seen("b", "join", "local 1x2", 0.0, 15.0, "`killed`", "none", "whole")
-    Table([there, here]).write(path)
+    ssh_result = FaultResult("a", "pass", "ssh 2x1", 1.26, 15.0, "`killed`", "none", "whole")
+    local_result = FaultResult("b", "join", "local 1x2", 0.0, 15.0, "`killed`", "none", "whole")
+    FaultTable([ssh_result, local_result]).write(path)
     lines = path.read_text().splitlines()
     assert (lines[0], lines[-1]) == ("before", "after")
-    assert cells(path) == [
+    assert read_cells(path) == [
         ("b", "join", "local 1x2", "0.0 s", "15 s", "`killed`", "none", "whole"),
         ("a", "pass", "ssh 2x1", "1.3 s", "15 s", "`killed`", "none", "whole"),
     ]

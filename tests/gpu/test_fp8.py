@@ -18,9 +18,9 @@ LENGTHS = [77, 1, 200, 131]  # 409 tokens
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
-def apart(found: Tensor, right: Tensor) -> float:
+def relative_error(actual: Tensor, exact: Tensor) -> float:
     """Return the norm of the error as a fraction of the exact tensor's norm."""
-    a, b = found.double().cpu(), right.double().cpu()
+    a, b = actual.double().cpu(), exact.double().cpu()
     return float((a - b).norm() / b.norm())
 
 
@@ -29,7 +29,7 @@ def apart(found: Tensor, right: Tensor) -> float:
     [(409, 512, 4096), (17, 48, 64), (32768, 4096, 11008), (4096, 11008, 24576)],
 )
 @pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2])
-def test_a_product_is_that_of_the_fp8_numbers(
+def test_a_matmul_equals_fp64_of_the_same_fp8_numbers(
     rows: int, columns: int, inner: int, dtype: torch.dtype
 ) -> None:
     """The bound allows rounding to bf16 and the device's sums, which have fewer bits the longer
@@ -37,30 +37,30 @@ def test_a_product_is_that_of_the_fp8_numbers(
     """
     a = fp8.quantize_rows_fast(torch.randn(rows, inner, device=CUDA, dtype=torch.bfloat16), dtype)
     b = fp8.quantize_rows_fast(torch.randn(columns, inner, device=CUDA, dtype=torch.bfloat16))
-    found = fp8.multiply_fp8(a, b)
-    some = torch.linspace(0, rows - 1, min(rows, 64), device=CUDA).long()
-    right = a.to_fp32()[some].double() @ b.to_fp32().double().t()
-    assert apart(found[some], right) <= 0.005
+    actual = fp8.multiply_fp8(a, b)
+    sampled_rows = torch.linspace(0, rows - 1, min(rows, 64), device=CUDA).long()
+    exact = a.to_fp32()[sampled_rows].double() @ b.to_fp32().double().t()
+    assert relative_error(actual[sampled_rows], exact) <= 0.005
 
 
 @pytest.mark.parametrize("tokens", [409, 2048, 16])
-def test_a_product_over_tokens(tokens: int) -> None:
+def test_a_matmul_over_tokens_is_near_fp64(tokens: int) -> None:
     grad, x = (
         torch.randn(tokens, width, device=CUDA, dtype=torch.bfloat16) for width in (1376, 512)
     )
-    found = fp8.multiply_fp8(
+    actual = fp8.multiply_fp8(
         fp8.quantize_columns_fast(grad, llama_fp8.GRADIENT_DTYPE), fp8.quantize_columns_fast(x)
     )
-    assert apart(found, grad.double().t() @ x.double()) <= 0.05
+    assert relative_error(actual, grad.double().t() @ x.double()) <= 0.05
 
 
-def model_of(device: torch.device) -> Llama:
+def make_model(device: torch.device) -> Llama:
     """Return a seeded bf16 Llama on the device."""
     torch.manual_seed(2)
     return Llama(SHAPE).to(torch.bfloat16).to(device)
 
 
-def inputs(device: torch.device) -> tuple[Tensor, Tensor]:
+def make_inputs(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return seeded tokens and their positions."""
     torch.manual_seed(3)
     tokens = torch.randint(0, SHAPE.vocab, (sum(LENGTHS),))
@@ -68,40 +68,42 @@ def inputs(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kernel", ["flash", "packed"])
-def test_scoring_answers_as_it_is_emulated(kernel: str) -> None:
+def test_scoring_is_near_the_cpu_emulation(kernel: str) -> None:
     """The GPU is as far from bf16 as the emulation is, and nearer to the emulation: roundings to
     fp8 may fall on the other side where those to bf16 do, whose steps are 1/32 of e4m3's.
     """
-    told = {}
-    for device, of in ((CPU, "rows"), (CUDA, kernel)):
-        model, (tokens, positions) = model_of(device), inputs(device)
-        given = (
+    results = {}
+    for device, attention_kernel in ((CPU, "rows"), (CUDA, kernel)):
+        model, (tokens, positions) = make_model(device), make_inputs(device)
+        arguments = (
             tokens,
             positions,
             make_packed_layout(LENGTHS, None, device),
-            of,
+            attention_kernel,
             torch.arange(len(tokens), device=device),
         )
         with torch.inference_mode():
-            wide = model(*given)
+            bf16_logits = model(*arguments)
             llama_fp8.convert_to_fp8(model)
             blocks = [Fp8ScoreBlock(block, Fp8Kernels(device == CUDA)) for block in model.layers]
-            told[device] = model(*given, blocks=blocks), wide
-    emulated, bf16 = told[CPU]
-    found, wide = told[CUDA]
-    assert apart(found, wide) == pytest.approx(apart(emulated, bf16), rel=0.1)
-    assert apart(found, emulated) <= 0.75 * apart(emulated, bf16)
+            results[device] = model(*arguments, blocks=blocks), bf16_logits
+    emulated, cpu_bf16_logits = results[CPU]
+    gpu_logits, bf16_logits = results[CUDA]
+    assert relative_error(gpu_logits, bf16_logits) == pytest.approx(
+        relative_error(emulated, cpu_bf16_logits), rel=0.1
+    )
+    assert relative_error(gpu_logits, emulated) <= 0.75 * relative_error(emulated, cpu_bf16_logits)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
-def test_gradients_are_as_they_are_emulated(
+def test_gradients_are_near_the_cpu_emulation(
     kind: str, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llama_fp8, "WEIGHT_GRADIENT", kind)
-    told = {}
-    for device, of in ((CPU, "rows"), (CUDA, "packed")):
-        block = model_of(device).layers[0]
+    results = {}
+    for device, attention_kernel in ((CPU, "rows"), (CUDA, "packed")):
+        block = make_model(device).layers[0]
         for name in llama_fp8.FP8_MATRICES:
             weight = getattr(block, name).weight
             weight.data = weight.data.to(kept)
@@ -109,7 +111,7 @@ def test_gradients_are_as_they_are_emulated(
         run = Fp8TrainBlock(
             block, Fp8Training(lambda p, sums=sums: sums[id(p)], Fp8Kernels(device == CUDA))
         )
-        _, positions = inputs(device)
+        _, positions = make_inputs(device)
         torch.manual_seed(4)
         x, delta, one, other = (
             torch.randn(len(positions), SHAPE.hidden).to(torch.bfloat16).to(device)
@@ -121,13 +123,15 @@ def test_gradients_are_as_they_are_emulated(
             delta,
             *compute_rotary_cos_sin(positions, SHAPE, x.dtype),
             make_packed_layout(LENGTHS, None, device),
-            of,
+            attention_kernel,
             None,
         )
         (out[0] * one + out[1] * other).sum().backward()
-        told[device] = {"x": x.grad, "out": out[1].detach(), "norm": block.ffn_norm.weight.grad}
-        told[device] |= {
+        results[device] = {"x": x.grad, "out": out[1].detach(), "norm": block.ffn_norm.weight.grad}
+        results[device] |= {
             name: sums[id(getattr(block, name).weight)] for name in llama_fp8.FP8_MATRICES
         }
-    distances = {name: apart(told[CUDA][name], one) for name, one in told[CPU].items()}
+    distances = {
+        name: relative_error(results[CUDA][name], one) for name, one in results[CPU].items()
+    }
     assert max(distances.values()) <= 0.06, distances

@@ -19,13 +19,13 @@ from fixtures.glm import (
     END,
     SHAPE,
     START,
-    build,
-    dense,
-    job,
-    literal_scores,
-    packed,
-    samples,
-    trainer,
+    attend_densely,
+    build_random_glm,
+    make_job,
+    make_samples,
+    make_trainer,
+    pack_samples,
+    score_all_literally,
 )
 from steelyard.accelerators.cuda_torch import CudaGraphRecorder
 from steelyard.data.cloze_samples import ClozeDataset
@@ -58,10 +58,12 @@ SHORT = {
     "closed": ([48, 48, 7], [2, 16, 5], [1, 1, 1]),
     "open": ([48, 7, 20], [2, 16, 1, 3, 2, 5], [2, 3, 1]),
 }
-PRECISE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def made(lengths: tuple[list[int], ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def random_qkv_and_gradient(
+    lengths: tuple[list[int], ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return random queries, keys and values [tokens, 3, heads, dim] and an output gradient, exact
     in 16 bits.
     """
@@ -71,12 +73,12 @@ def made(lengths: tuple[list[int], ...], dtype: torch.dtype) -> tuple[Tensor, Te
     return qkv, torch.randn(total, HEADS, DIM, generator=generator).to(GPU, dtype)
 
 
-def dropped(share: float, seed: int) -> Dropout:
+def make_dropout(share: float, seed: int) -> Dropout:
     """Return dropout of this share with a seed on the GPU."""
     return Dropout(share, torch.tensor([seed], device=GPU), 1)
 
 
-def flash(
+def flash_attention(
     qkv: Tensor, rows: ClozeLayout, grad: Tensor | None = None, dropout: float = 0.0, seed: int = 5
 ) -> list[Tensor]:
     """Return the output of merged flash attention and, if an output gradient is given, the gradient
@@ -88,7 +90,7 @@ def flash(
     return [out.detach(), *(() if grad is None else torch.autograd.grad(out, leaf, grad))]
 
 
-def kernels(
+def kernel_attention(
     qkv: Tensor,
     rows: ClozeLayout,
     grad: Tensor | None = None,
@@ -104,148 +106,171 @@ def kernels(
     torch.manual_seed(seed)
     order, summed = rows.interleaved.order, torch.zeros(qkv[0].numel(), device=GPU)
     leaf = qkv[order].requires_grad_(True)
-    out = way.apply(leaf, rows, dropped(dropout, seed), summed)
+    out = way.apply(leaf, rows, make_dropout(dropout, seed), summed)
     grads = (
         []
         if grad is None
         else [*torch.autograd.grad(out, leaf, grad[order]), summed.view(qkv.shape[1:])]
     )
     back = order.argsort()
-    return [out.detach()[back], *(one[back] if len(one) == len(back) else one for one in grads)]
+    return [
+        out.detach()[back],
+        *(gradient[back] if len(gradient) == len(back) else gradient for gradient in grads),
+    ]
 
 
-WAYS = {"flash": flash, "kernels": kernels, "packed": partial(kernels, way=PackedClozeAttention)}
+ATTENTION_FUNCTIONS = {
+    "flash": flash_attention,
+    "kernels": kernel_attention,
+    "packed": partial(kernel_attention, way=PackedClozeAttention),
+}
 
 
-def close(found: Tensor, wanted: Tensor, most: float) -> None:
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     """Assert that the error is finite and at most `tolerance` of the largest expected number, as
     small numbers are not exact in 16 bits.
     """
-    assert found.isfinite().all()
-    assert float((found.double() - wanted).abs().max()) <= most * float(wanted.abs().max())
+    assert actual.isfinite().all()
+    assert float((actual.double() - expected).abs().max()) <= tolerance * float(
+        expected.abs().max()
+    )
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", PRECISE)
+@pytest.mark.parametrize("way", ATTENTION_FUNCTIONS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("division", LONG)
-def test_flash_is_the_padded_meaning(division: str, dtype: torch.dtype, way: str) -> None:
-    qkv, grad = made(LONG[division], dtype)
+def test_flash_attention_equals_padded_attention(
+    division: str, dtype: torch.dtype, way: str
+) -> None:
+    qkv, grad = random_qkv_and_gradient(LONG[division], dtype)
     rows = make_cloze_layout(*LONG[division], GPU)
     leaf = qkv.double().requires_grad_(True)
     out = attend_cloze(leaf, rows, "padded", 0.0)
-    (wanted,) = torch.autograd.grad(out, leaf, grad.double())
-    found, found_grad, *summed = WAYS[way](qkv, rows, grad)
-    close(found, out.detach(), PRECISE[dtype])
+    (expected,) = torch.autograd.grad(out, leaf, grad.double())
+    actual, found_grad, *summed = ATTENTION_FUNCTIONS[way](qkv, rows, grad)
+    assert_close(actual, out.detach(), TOLERANCES[dtype])
     if summed:
-        close(summed[0], found_grad.double().sum(0), 1e-3)
+        assert_close(summed[0], found_grad.double().sum(0), 1e-3)
     for part in range(3):
         for where in (slice(0, rows.context_tokens), slice(rows.context_tokens, None)):
-            close(found_grad[where, part], wanted[where, part], PRECISE[dtype])
+            assert_close(found_grad[where, part], expected[where, part], TOLERANCES[dtype])
 
 
-def kept(
+def read_dropout_mask(
     qkv: Tensor,
     lengths: tuple[list[int], ...],
     rows: ClozeLayout,
     dropout: float,
     seed: int,
-    way: str,
+    function: str,
 ) -> Tensor:
     """Return the dropout mask [heads, T, T] of a call, scaled by 1 / (1 - dropout) and zero where a
     key is invisible or dropped.
     """
     contexts, spans, groups = lengths
     n = rows.context_tokens
-    place = torch.tensor(
+    identity_rows = torch.tensor(
         [
             *[i for length in contexts for i in range(length)],
             *[48 + i for length in spans for i in range(length)],
         ]
     )
     marked = qkv.clone()
-    marked[:, 2] = torch.eye(DIM, device=GPU, dtype=qkv.dtype)[place.to(GPU)][:, None].expand(
-        -1, HEADS, -1
-    )
-    shown = WAYS[way](marked, rows, None, dropout, seed)[0]  # [T, heads, 64]
+    marked[:, 2] = torch.eye(DIM, device=GPU, dtype=qkv.dtype)[identity_rows.to(GPU)][
+        :, None
+    ].expand(-1, HEADS, -1)
+    probabilities = ATTENTION_FUNCTIONS[function](marked, rows, None, dropout, seed)[
+        0
+    ]  # [T, heads, 64]
     owner = [i for i, length in enumerate(contexts) for _ in range(length)]
     seen_by = [i for i, count in enumerate(groups) for _ in range(count)]
     span = [i for i, length in enumerate(spans) for _ in range(length)]
     keep = torch.zeros(HEADS, len(qkv), len(qkv), dtype=torch.float64, device=GPU)
     for i in range(len(qkv)):
-        mine = owner[i] if i < n else seen_by[span[i - n]]
-        keys = [j for j in range(n) if owner[j] == mine]
+        own_context = owner[i] if i < n else seen_by[span[i - n]]
+        keys = [j for j in range(n) if owner[j] == own_context]
         keys += [j for j in range(n, i + 1) if span[j - n] == span[i - n]] if i >= n else []
-        keep[:, i, keys] = (shown[i][:, place[keys].to(GPU)] != 0).double() / (1 - dropout)
+        keep[:, i, keys] = (probabilities[i][:, identity_rows[keys].to(GPU)] != 0).double() / (
+            1 - dropout
+        )
     return keep
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", PRECISE)
+@pytest.mark.parametrize("way", ATTENTION_FUNCTIONS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("division", SHORT)
-def test_flash_with_dropout_is_exact_for_what_it_dropped(
+def test_flash_attention_with_dropout_equals_dense_attention_with_its_mask(
     division: str, dtype: torch.dtype, way: str
 ) -> None:
     lengths = SHORT[division]
-    qkv, grad = made(lengths, dtype)
+    qkv, grad = random_qkv_and_gradient(lengths, dtype)
     qkv[:, :2] /= 2  # so that no probability is zero in 16 bits
     rows = make_cloze_layout(*lengths, GPU)
-    keep = kept(qkv, lengths, rows, 0.1, 5, way)
-    possible = int((kept(qkv, lengths, rows, 0.0, 5, way) != 0).sum())
+    keep = read_dropout_mask(qkv, lengths, rows, 0.1, 5, way)
+    possible = int((read_dropout_mask(qkv, lengths, rows, 0.0, 5, way) != 0).sum())
     assert 0.08 < 1 - int((keep != 0).sum()) / possible < 0.12
     leaf = qkv.double().requires_grad_(True)
-    out = dense(leaf, *lengths, keep)
-    (wanted,) = torch.autograd.grad(out, leaf, grad.double())
-    found, found_grad = WAYS[way](qkv, rows, grad, 0.1, 5)[:2]
-    close(found, out.detach(), PRECISE[dtype])
+    out = attend_densely(leaf, *lengths, keep)
+    (expected,) = torch.autograd.grad(out, leaf, grad.double())
+    actual, found_grad = ATTENTION_FUNCTIONS[way](qkv, rows, grad, 0.1, 5)[:2]
+    assert_close(actual, out.detach(), TOLERANCES[dtype])
     for part in range(3):
-        close(found_grad[:, part], wanted[:, part], PRECISE[dtype])
-    other = WAYS[way](qkv, rows, grad, 0.1, 6)[0]
-    assert float((other.double() - out.detach()).abs().max()) > 3 * PRECISE[dtype] * float(
-        out.detach().abs().max()
-    )
+        assert_close(found_grad[:, part], expected[:, part], TOLERANCES[dtype])
+    other_seed_output = ATTENTION_FUNCTIONS[way](qkv, rows, grad, 0.1, 6)[0]
+    assert float((other_seed_output.double() - out.detach()).abs().max()) > 3 * TOLERANCES[
+        dtype
+    ] * float(out.detach().abs().max())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ATTENTION_FUNCTIONS)
 @pytest.mark.parametrize("division", LONG)
-def test_dropped_attention_is_linear_in_its_values(division: str, way: str) -> None:
+def test_attention_with_dropout_is_linear_in_its_values(division: str, way: str) -> None:
     """For long rows too: out(v + w) = out(v) + out(w) with one seed, and <grad, out(v)> = <dv, v>."""
-    qkv, grad = made(LONG[division], torch.float16)
+    qkv, grad = random_qkv_and_gradient(LONG[division], torch.float16)
     rows = make_cloze_layout(*LONG[division], GPU)
-    other = qkv.clone()
-    other[:, 2] = qkv[:, 2].flip(0)
-    both = qkv.clone()
-    both[:, 2] = qkv[:, 2] + other[:, 2]
-    (one, back), (two, _), (sum_of, _) = (
-        WAYS[way](each, rows, grad, 0.1)[:2] for each in (qkv, other, both)
+    flipped = qkv.clone()
+    flipped[:, 2] = qkv[:, 2].flip(0)
+    summed = qkv.clone()
+    summed[:, 2] = qkv[:, 2] + flipped[:, 2]
+    (first_output, back), (second_output, _), (sum_of, _) = (
+        ATTENTION_FUNCTIONS[way](inputs, rows, grad, 0.1)[:2] for inputs in (qkv, flipped, summed)
     )
-    close(sum_of, one.double() + two.double(), 6e-3)
+    assert_close(sum_of, first_output.double() + second_output.double(), 6e-3)
     outer, inner = (
-        (grad.double() * one.double()).sum(),
+        (grad.double() * first_output.double()).sum(),
         (back[:, 2].double() * qkv[:, 2].double()).sum(),
     )
     assert float(outer) == pytest.approx(
-        float(inner), abs=2e-3 * float(grad.double().norm() * one.double().norm()) / 10
+        float(inner), abs=2e-3 * float(grad.double().norm() * first_output.double().norm()) / 10
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ATTENTION_FUNCTIONS)
 def test_dropout_keeps_the_mean(way: str) -> None:
-    qkv, _ = made(LONG["open"], torch.float16)
+    qkv, _ = random_qkv_and_gradient(LONG["open"], torch.float16)
     rows = make_cloze_layout(*LONG["open"], GPU)
-    still = WAYS[way](qkv, rows)[0].double()
+    without_dropout = ATTENTION_FUNCTIONS[way](qkv, rows)[0].double()
     mean = torch.stack(
-        [WAYS[way](qkv, rows, None, 0.1, seed)[0].double() for seed in range(200)]
+        [ATTENTION_FUNCTIONS[way](qkv, rows, None, 0.1, seed)[0].double() for seed in range(200)]
     ).mean(0)
-    spread = float((WAYS[way](qkv, rows, None, 0.1, 1)[0].double() - still).square().mean().sqrt())
-    assert float((mean - still).square().mean().sqrt()) < 1.3 * spread / math.sqrt(200) + 1e-4
+    spread = float(
+        (ATTENTION_FUNCTIONS[way](qkv, rows, None, 0.1, 1)[0].double() - without_dropout)
+        .square()
+        .mean()
+        .sqrt()
+    )
+    assert (
+        float((mean - without_dropout).square().mean().sqrt())
+        < 1.3 * spread / math.sqrt(200) + 1e-4
+    )
 
 
-@pytest.mark.parametrize("dtype", [*PRECISE, torch.float32])
+@pytest.mark.parametrize("dtype", [*TOLERANCES, torch.float32])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(
     ("tokens", "width", "last"), [(2003, 1024, False), (700, 1024, True), (37, 48, False)]
 )
-def test_the_stream_and_its_norm(
+def test_dropout_add_norm_equals_fp64(
     tokens: int, width: int, last: bool, dropout: float, dtype: torch.dtype
 ) -> None:
     """With `last`, only the norm is used further. The mask is read from a stream of zeros with a
@@ -259,7 +284,7 @@ def test_the_stream_and_its_norm(
     torch.nn.init.normal_(norm.weight)
     torch.nn.init.normal_(norm.bias)
     sums = [torch.zeros(width, device=GPU) for _ in range(3)]
-    seven, eight = dropped(dropout, 7), dropped(dropout, 8)
+    seven, eight = make_dropout(dropout, 7), make_dropout(dropout, 8)
     marks = (
         DropoutAddNorm.apply(
             torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), seven
@@ -268,23 +293,29 @@ def test_the_stream_and_its_norm(
     )
     assert abs(float((~marks).double().mean()) - dropout) < (0.02 if width == 48 else 0.002)
     scale = marks.double() / (1 - dropout)
-    found = DropoutAddNorm.apply(
+    actual = DropoutAddNorm.apply(
         x.requires_grad_(True), delta.requires_grad_(True), norm, tuple(sums), seven
     )
-    wide = [
-        one.detach().double().requires_grad_(True) for one in (x, delta, norm.weight, norm.bias)
+    fp64_inputs = [
+        tensor.detach().double().requires_grad_(True)
+        for tensor in (x, delta, norm.weight, norm.bias)
     ]
-    stream = wide[0] + wide[1] * scale
-    wanted = stream, torch.nn.functional.layer_norm(stream, (width,), wide[2], wide[3], norm.eps)
+    stream = fp64_inputs[0] + fp64_inputs[1] * scale
+    expected = (
+        stream,
+        torch.nn.functional.layer_norm(stream, (width,), fp64_inputs[2], fp64_inputs[3], norm.eps),
+    )
     part = slice(1, 2) if last else slice(0, 2)
-    given = (more, grad)[part]
-    found_grads = torch.autograd.grad(found[part], (x, delta), given)
-    grads = torch.autograd.grad(wanted[part], wide, tuple(one.double() for one in given))
-    most = {torch.float32: 1e-5}.get(dtype) or PRECISE[dtype]
-    for one, other in zip(
-        (*found, *found_grads, *sums), (*wanted, *grads, grads[1].sum(0)), strict=True
+    output_gradients = (more, grad)[part]
+    found_grads = torch.autograd.grad(actual[part], (x, delta), output_gradients)
+    grads = torch.autograd.grad(
+        expected[part], fp64_inputs, tuple(tensor.double() for tensor in output_gradients)
+    )
+    tolerance = {torch.float32: 1e-5}.get(dtype) or TOLERANCES[dtype]
+    for tensor, other in zip(
+        (*actual, *found_grads, *sums), (*expected, *grads, grads[1].sum(0)), strict=True
     ):
-        close(one.detach(), other.detach(), most)
+        assert_close(tensor.detach(), other.detach(), tolerance)
     other = (
         DropoutAddNorm.apply(
             torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), eight
@@ -294,24 +325,26 @@ def test_the_stream_and_its_norm(
     assert bool((other != marks).any()) == (dropout > 0)
 
 
-@pytest.mark.parametrize("dtype", PRECISE)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("tokens", "width"), [(2003, 4096), (37, 48)])
-def test_gelu_and_the_sum_of_its_gradient(tokens: int, width: int, dtype: torch.dtype) -> None:
+def test_gelu_gradient_and_its_column_sum_equal_fp64(
+    tokens: int, width: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(1)
     x, grad = (
         (3 * torch.randn(tokens, width, generator=generator)).to(GPU, dtype) for _ in range(2)
     )
     summed = torch.ones(width, device=GPU)
-    (found,) = torch.autograd.grad(Gelu.apply(x.requires_grad_(True), summed), x, grad)
+    (actual,) = torch.autograd.grad(Gelu.apply(x.requires_grad_(True), summed), x, grad)
     leaf = x.detach().double().requires_grad_(True)
-    (wanted,) = torch.autograd.grad(
+    (expected,) = torch.autograd.grad(
         torch.nn.functional.gelu(leaf, approximate="tanh"), leaf, grad.double()
     )
-    close(found, wanted, PRECISE[dtype])
-    close(summed - 1, wanted.sum(0), 1e-3)
+    assert_close(actual, expected, TOLERANCES[dtype])
+    assert_close(summed - 1, expected.sum(0), 1e-3)
 
 
-class Device:
+class FakeDevice:
     """The parts of an accelerator that a trainer uses, on the GPU."""
 
     torch_device = GPU
@@ -323,32 +356,38 @@ class Device:
         torch.cuda.synchronize()
 
 
-def on_gpu(precision: str, dropout: float = 0.0, graphs: bool = False, **tune) -> Trainer:
+def make_gpu_trainer(precision: str, dropout: float = 0.0, graphs: bool = False, **tune) -> Trainer:
     """Return a prepared GLM trainer on the GPU, with or without CUDA graphs."""
-    of: SimpleNamespace = job(
+    fake_job: SimpleNamespace = make_job(
         precision, shape=SHAPE.model_copy(update={"dropout": dropout}), **tune
     )
-    of.device = Device()
-    return trainer(
-        of, lambda of: fused.make_cloze_trainer(of, CudaGraphRecorder() if graphs else None)
+    fake_job.device = FakeDevice()
+    return make_trainer(
+        fake_job,
+        lambda fake_job: fused.make_cloze_trainer(
+            fake_job, CudaGraphRecorder() if graphs else None
+        ),
     )
 
 
-def filled(division: str, groups: list[list[int]]) -> list[ClozeMicroBatch]:
+def filled_micro_batches(division: str, groups: list[list[int]]) -> list[ClozeMicroBatch]:
     """Return a micro-batch for each group of sample indices, filled up to its bucket."""
-    rows = ClozeDataset(samples(5), [], division, 5, 1, START, END)
+    rows = ClozeDataset(make_samples(5), [], division, 5, 1, START, END)
     sizes = [combine_sizes(measure_sample(rows, key) for key in group) for group in groups]
     buckets = list(map(SizeBuckets(sizes).find_bucket, sizes))
     packs = (rows.pack(group, held_out=False) for group in groups)
     return [
-        send_cloze_batch(fill_pack(pack, one), GPU, one)
-        for pack, one in zip(packs, buckets, strict=True)
+        send_cloze_batch(fill_pack(pack, bucket), GPU, bucket)
+        for pack, bucket in zip(packs, buckets, strict=True)
     ]
 
 
-def gradients(of: Trainer) -> list[Tensor]:
+def gradients(glm_trainer: Trainer) -> list[Tensor]:
     """Return the gradients of all parameters in float64 on the CPU."""
-    return [of.optimizer.get_gradient(p).double().cpu() for p in of.optimizer.parameters]
+    return [
+        glm_trainer.optimizer.get_gradient(p).double().cpu()
+        for p in glm_trainer.optimizer.parameters
+    ]
 
 
 @pytest.mark.parametrize(
@@ -356,7 +395,7 @@ def gradients(of: Trainer) -> list[Tensor]:
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("division", ["closed", "open"])
-def test_scores_and_gradients(
+def test_scores_and_gradients_are_near_fp32_on_a_cpu(
     division: str, precision: str, how: dict[str, Any], monkeypatch
 ) -> None:
     # the tiny model's gradients would overflow with a larger scale
@@ -364,63 +403,69 @@ def test_scores_and_gradients(
     monkeypatch.setattr("steelyard.training.glm_trainer.FASTEST_KERNEL", "flash")
     if precision == "fp32":
         how = {"compile": how["compile"]}  # the other modes need 16 bits
-    made = on_gpu(precision, **how)
-    assert made.details()["attention"] == (
+    glm_trainer = make_gpu_trainer(precision, **how)
+    assert glm_trainer.details()["attention"] == (
         "padded" if precision == "fp32" else how.get("attention", "flash")
     )
-    some = samples(5)
-    micro = send_cloze_batch(packed(division, some), GPU)
-    most = {"bf16": 4e-2, "fp16": 6e-3, "fp32": 1e-5}[precision]
-    for row, wanted in zip(
-        made.evaluate(micro).tolist(), literal_scores(build(), some), strict=True
+    clozes = make_samples(5)
+    micro = send_cloze_batch(pack_samples(division, clozes), GPU)
+    tolerance = {"bf16": 4e-2, "fp16": 6e-3, "fp32": 1e-5}[precision]
+    for row, reference in zip(
+        glm_trainer.evaluate(micro).tolist(),
+        score_all_literally(build_random_glm(), clozes),
+        strict=True,
     ):
-        assert row[: len(wanted)] == pytest.approx(
-            [float(one.detach()) for one in wanted], rel=most
+        assert row[: len(reference)] == pytest.approx(
+            [float(tensor.detach()) for tensor in reference], rel=tolerance
         )
-    alone = trainer(job())  # fp32 on a CPU
+    alone = make_trainer(make_job())  # fp32 on a CPU
     targets = torch.tensor(5.0)
     expected = float(
         alone.compute_gradients(
-            [send_cloze_batch(packed(division, some), torch.device("cpu"))], targets
+            [send_cloze_batch(pack_samples(division, clozes), torch.device("cpu"))], targets
         )
     )
-    scale = made.optimizer.scaler.get_scale() if made.optimizer.scaler.is_enabled() else 1.0
-    found = float(made.compute_gradients([micro], targets.to(GPU)))
-    assert found == pytest.approx(expected, rel=2 * most)
-    for one, wanted in zip(gradients(made), gradients(alone), strict=True):
-        assert float((one / scale - wanted).norm()) <= 3 * most * float(wanted.norm())
+    scale = (
+        glm_trainer.optimizer.scaler.get_scale()
+        if glm_trainer.optimizer.scaler.is_enabled()
+        else 1.0
+    )
+    loss = float(glm_trainer.compute_gradients([micro], targets.to(GPU)))
+    assert loss == pytest.approx(expected, rel=2 * tolerance)
+    for tensor, reference in zip(gradients(glm_trainer), gradients(alone), strict=True):
+        assert float((tensor / scale - reference).norm()) <= 3 * tolerance * float(reference.norm())
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_is_computed_again_drops_the_same(compiled: bool) -> None:
-    found = []
-    for how in ("none", "full"):
-        made = on_gpu("bf16", 0.1, compile=compiled, recompute=how)
-        micro = send_cloze_batch(packed("open", samples(5)), GPU)
-        made.warm_up(micro)
+def test_recomputation_drops_the_same_numbers(compiled: bool) -> None:
+    results = []
+    for recompute in ("none", "full"):
+        glm_trainer = make_gpu_trainer("bf16", 0.1, compile=compiled, recompute=recompute)
+        micro = send_cloze_batch(pack_samples("open", make_samples(5)), GPU)
+        glm_trainer.warm_up(micro)
         torch.manual_seed(3)
-        made.compute_gradients([micro], torch.tensor(5.0, device=GPU))
-        found.append(torch.cat([grad.flatten() for grad in gradients(made)]))
-    assert float((found[0] - found[1]).norm()) <= 2e-2 * float(found[0].norm())
-    assert float(found[0].norm()) > 0
+        glm_trainer.compute_gradients([micro], torch.tensor(5.0, device=GPU))
+        results.append(torch.cat([grad.flatten() for grad in gradients(glm_trainer)]))
+    assert float((results[0] - results[1]).norm()) <= 2e-2 * float(results[0].norm())
+    assert float(results[0].norm()) > 0
 
 
 @pytest.mark.parametrize("division", ["closed", "open"])
-def test_a_step_waits_for_nothing_and_compiles_nothing_new(division: str) -> None:
-    made, some = on_gpu("bf16", 0.1, compile=True), samples(5)
-    first, *others = (
-        send_cloze_batch(packed(division, [some[i] for i in group]), GPU)
+def test_a_step_neither_synchronizes_nor_compiles(division: str) -> None:
+    glm_trainer, clozes = make_gpu_trainer("bf16", 0.1, compile=True), make_samples(5)
+    first, *micro_batches = (
+        send_cloze_batch(pack_samples(division, [clozes[i] for i in group]), GPU)
         for group in ([0, 1, 2], [3, 4], [2, 3], [4, 1])
     )
-    made.warm_up(first)
-    targets = made.sum_over_replicas(5)
-    made.compute_gradients([first], targets)
-    made.update(1e-4)
+    glm_trainer.warm_up(first)
+    targets = glm_trainer.sum_over_replicas(5)
+    glm_trainer.compute_gradients([first], targets)
+    glm_trainer.update(1e-4)
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        losses = made.compute_gradients(others, targets)
+        losses = glm_trainer.compute_gradients(micro_batches, targets)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
@@ -428,25 +473,29 @@ def test_a_step_waits_for_nothing_and_compiles_nothing_new(division: str) -> Non
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_tiny_model_learns_with_dropout(compiled: bool) -> None:
-    made = on_gpu("bf16", 0.1, compile=compiled)
-    micro = send_cloze_batch(packed("open", samples(5)), GPU)
+def test_training_with_dropout_lowers_the_loss(compiled: bool) -> None:
+    glm_trainer = make_gpu_trainer("bf16", 0.1, compile=compiled)
+    micro = send_cloze_batch(pack_samples("open", make_samples(5)), GPU)
     losses = []
     for _ in range(60):
-        losses.append(float(made.compute_gradients([micro], made.sum_over_replicas(5))))
-        made.update(3e-3)
+        losses.append(
+            float(glm_trainer.compute_gradients([micro], glm_trainer.sum_over_replicas(5)))
+        )
+        glm_trainer.update(3e-3)
     assert sum(losses[-5:]) < sum(losses[:5]) / 2
 
 
-def learned(of: Trainer, micros: list[ClozeMicroBatch], seed: int) -> tuple[float, Tensor]:
+def loss_and_gradients(
+    glm_trainer: Trainer, micros: list[ClozeMicroBatch], seed: int
+) -> tuple[float, Tensor]:
     """Return the loss and the flat gradients of micro-batches under a seed; gradients are zeroed
     afterwards.
     """
     torch.manual_seed(seed)
-    loss = float(of.compute_gradients(micros, torch.tensor(5.0, device=GPU)))
-    found = torch.cat([grad.flatten() for grad in gradients(of)])
-    of.optimizer.zero_grad()
-    return loss, found
+    loss = float(glm_trainer.compute_gradients(micros, torch.tensor(5.0, device=GPU)))
+    flat_gradients = torch.cat([grad.flatten() for grad in gradients(glm_trainer)])
+    glm_trainer.optimizer.zero_grad()
+    return loss, flat_gradients
 
 
 @pytest.mark.parametrize(
@@ -455,7 +504,7 @@ def learned(of: Trainer, micros: list[ClozeMicroBatch], seed: int) -> tuple[floa
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("division", ["closed", "open"])
-def test_graphs_are_what_they_recorded(
+def test_replayed_graphs_equal_the_kernels_they_recorded(
     division: str, dropout: float, precision: str, attention: str, monkeypatch
 ) -> None:
     """Under one seed a replay drops the same numbers as the kernels, so losses differ by the order
@@ -463,25 +512,26 @@ def test_graphs_are_what_they_recorded(
     """
     monkeypatch.setattr("steelyard.training.adamw.FIRST_SCALE", 16.0)
     groups = [[0, 1], [1, 2], [3, 4, 0], [2, 0]]
-    plain, graphs = (
-        on_gpu(precision, dropout, one, compile=True, attention=attention) for one in (False, True)
+    eager, graphs = (
+        make_gpu_trainer(precision, dropout, one, compile=True, attention=attention)
+        for one in (False, True)
     )
-    micros = filled(division, groups)
+    micros = filled_micro_batches(division, groups)
     for micro in 2 * micros:
         graphs.warm_up(micro)
     count = graphs.details()["graphs"]
     assert count == 2  # three of four share a bucket
     for seed in (3, 4):
         for micro in micros:
-            (one, wanted), (two, found) = (
-                learned(plain, [micro], seed),
-                learned(graphs, [micro], seed),
+            (one, expected), (two, replayed) = (
+                loss_and_gradients(eager, [micro], seed),
+                loss_and_gradients(graphs, [micro], seed),
             )
             assert two == pytest.approx(one, rel=1e-5)
-            assert float((found - wanted).norm()) <= 2e-3 * float(wanted.norm())
+            assert float((replayed - expected).norm()) <= 2e-3 * float(expected.norm())
     assert graphs.details()["graphs"] == count
-    one, two, again = (learned(graphs, micros[:1], seed) for seed in (3, 4, 3))
-    assert again[0] == pytest.approx(one[0], rel=1e-6)
+    one, two, repeated = (loss_and_gradients(graphs, micros[:1], seed) for seed in (3, 4, 3))
+    assert repeated[0] == pytest.approx(one[0], rel=1e-6)
     assert (two[0] != pytest.approx(one[0], rel=1e-4)) == (dropout > 0)
     torch.manual_seed(3)
     twice = [float(graphs.model.loss(micros[0]).detach()) for _ in range(2)]
@@ -489,41 +539,48 @@ def test_graphs_are_what_they_recorded(
     assert (twice[0] != pytest.approx(twice[1], rel=1e-4)) == (dropout > 0)
 
 
-def test_what_fills_a_bucket_changes_nothing() -> None:
-    made, graphs = on_gpu("fp16", compile=True), on_gpu("fp16", graphs=True, compile=True)
-    some, groups = samples(5), [[0, 1, 2], [3, 4]]
-    plain = [send_cloze_batch(packed("open", [some[i] for i in group]), GPU) for group in groups]
-    one, wanted = learned(made, plain, 1)
+def test_filling_a_bucket_does_not_change_loss_or_gradients() -> None:
+    glm_trainer, graphs = (
+        make_gpu_trainer("fp16", compile=True),
+        make_gpu_trainer("fp16", graphs=True, compile=True),
+    )
+    clozes, groups = make_samples(5), [[0, 1, 2], [3, 4]]
+    unfilled = [
+        send_cloze_batch(pack_samples("open", [clozes[i] for i in group]), GPU) for group in groups
+    ]
+    expected_loss, expected = loss_and_gradients(glm_trainer, unfilled, 1)
     for _ in range(3):  # run, recorded, replayed
-        two, found = learned(graphs, filled("open", groups), 1)
-        assert two == pytest.approx(one, rel=2e-3)
-        assert float((found - wanted).norm()) <= 1e-2 * float(wanted.norm())
+        filled_loss, actual = loss_and_gradients(graphs, filled_micro_batches("open", groups), 1)
+        assert filled_loss == pytest.approx(expected_loss, rel=2e-3)
+        assert float((actual - expected).norm()) <= 1e-2 * float(expected.norm())
 
 
-def test_a_replay_waits_for_nothing() -> None:
-    made, micros = (
-        on_gpu("bf16", 0.1, graphs=True, compile=True),
-        filled("open", [[0, 1, 2], [2, 3, 4], [1, 3, 4]]),
+def test_a_replay_does_not_synchronize() -> None:
+    glm_trainer, micros = (
+        make_gpu_trainer("bf16", 0.1, graphs=True, compile=True),
+        filled_micro_batches("open", [[0, 1, 2], [2, 3, 4], [1, 3, 4]]),
     )
     for micro in 2 * micros:
-        made.warm_up(micro)
-    targets = made.sum_over_replicas(5)
+        glm_trainer.warm_up(micro)
+    targets = glm_trainer.sum_over_replicas(5)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss = made.compute_gradients(micros, targets)
+        loss = glm_trainer.compute_gradients(micros, targets)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert math.isfinite(float(loss))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-pure", "fp32"])
-def test_graphs_learn(precision: str) -> None:
-    made = on_gpu(precision, 0.1, graphs=True, compile=True)
-    micros = filled("open", [[0, 1, 2], [3, 4]])
+def test_training_with_graphs_lowers_the_loss(precision: str) -> None:
+    glm_trainer = make_gpu_trainer(precision, 0.1, graphs=True, compile=True)
+    micros = filled_micro_batches("open", [[0, 1, 2], [3, 4]])
     losses = []
     for _ in range(60):
-        losses.append(float(made.compute_gradients(micros, made.sum_over_replicas(5))))
-        made.update(3e-3)
+        losses.append(
+            float(glm_trainer.compute_gradients(micros, glm_trainer.sum_over_replicas(5)))
+        )
+        glm_trainer.update(3e-3)
     assert sum(losses[-5:]) < sum(losses[:5]) / 2
-    assert made.details()["graphs"] == 2
+    assert glm_trainer.details()["graphs"] == 2

@@ -36,13 +36,13 @@ def spin(out, nanoseconds):
 @pytest.fixture(scope="module")
 def framework() -> TorchFramework:
     """The torch framework on the first GPU, with the kernel compiled."""
-    made = TorchFramework(CUDA.devices["torch"], 0, now)
-    list(steps(torch.empty(len(SPUN_S), dtype=torch.int64, device="cuda")))  # compiles
-    made.synchronize()
-    return made
+    torch_framework = TorchFramework(CUDA.devices["torch"], 0, now)
+    list(spinning_steps(torch.empty(len(SPUN_S), dtype=torch.int64, device="cuda")))  # compiles
+    torch_framework.synchronize()
+    return torch_framework
 
 
-def steps(spun: torch.Tensor) -> Iterator[Phase | Work]:
+def spinning_steps(spun: torch.Tensor) -> Iterator[Phase | Work]:
     """Yield steps that spin for the seconds of SPUN_S; step i stores its nanoseconds in spun[i]."""
     for number, seconds in enumerate(SPUN_S):
         yield Phase("compute")
@@ -52,12 +52,12 @@ def steps(spun: torch.Tensor) -> Iterator[Phase | Work]:
 
 def test_steps_take_as_long_as_their_kernel(framework: TorchFramework) -> None:
     spun = torch.empty(len(SPUN_S), dtype=torch.int64, device="cuda")
-    trace = measure(steps(spun), framework)
+    trace = measure(spinning_steps(spun), framework)
     samples = trace.make_samples("infer")
     truth = [value * 1e-9 for value in spun.tolist()]
     assert truth == pytest.approx(SPUN_S, rel=0.001)
-    assert [one.end_s - one.start_s for one in samples] == pytest.approx(truth, rel=0.01)
-    assert [one.phases["compute"] for one in samples] == pytest.approx(truth, rel=0.01)
+    assert [sample.end_s - sample.start_s for sample in samples] == pytest.approx(truth, rel=0.01)
+    assert [sample.phases["compute"] for sample in samples] == pytest.approx(truth, rel=0.01)
     assert trace.wall_s == pytest.approx(sum(truth), rel=0.01)
 
 
@@ -66,13 +66,13 @@ def test_the_profiler_sees_the_kernel_as_long_as_it_ran(framework: TorchFramewor
     profiler = framework.profiler()
     framework.synchronize()
     profiler.start()
-    list(steps(spun))
+    list(spinning_steps(spun))
     framework.synchronize()
-    seen = profiler.stop(None)
+    activities = profiler.stop(None)
     truth = [value * 1e-9 for value in spun.tolist()]
-    assert [one.end_s - one.begin_s for one in seen if "spin" in one.name] == pytest.approx(
-        truth, rel=0.01
-    )
-    [kernel] = [one for one in divide_device_time(seen) if "spin" in one.name]
+    assert [
+        entry.end_s - entry.begin_s for entry in activities if "spin" in entry.name
+    ] == pytest.approx(truth, rel=0.01)
+    [kernel] = [entry for entry in divide_device_time(activities) if "spin" in entry.name]
     assert (kernel.calls, kernel.kind) == (3, "other")
     assert kernel.time_s == pytest.approx(sum(truth), rel=0.01)

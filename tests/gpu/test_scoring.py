@@ -19,7 +19,7 @@ LENGTHS = [77, 1, 200, 130]
 
 
 @pytest.mark.parametrize("kernel", ["flash", "packed"])
-def test_kernels_answer_as_the_model(kernel: str) -> None:
+def test_fused_blocks_are_as_near_fp64_as_the_plain_model(kernel: str) -> None:
     device = torch.device("cuda")
     torch.manual_seed(1)
     model = Llama(SHAPE).to(device, torch.bfloat16)
@@ -33,23 +33,23 @@ def test_kernels_answer_as_the_model(kernel: str) -> None:
         torch.arange(0, len(tokens), 3, device=device),
     )
     with torch.inference_mode():
-        found = model(tokens, positions, rows, kernel, pick, blocks=blocks)
+        actual = model(tokens, positions, rows, kernel, pick, blocks=blocks)
         expected = model(tokens, positions, rows, "flash", pick)
-        right = model.double()(tokens, positions, rows, "rows", pick)
+        exact = model.double()(tokens, positions, rows, "rows", pick)
     # at most 1.5 times the plain model's distance from fp64
-    allowed = 1.5 * float((expected.double() - right).norm())
-    assert float((found.double() - right).norm()) <= allowed
+    allowed = 1.5 * float((expected.double() - exact).norm())
+    assert float((actual.double() - exact).norm()) <= allowed
 
 
-def test_logits_are_read_as_they_are_written() -> None:
+def test_triton_read_logits_equals_the_plain_function() -> None:
     logits = torch.randn(300, 100_008, device="cuda", dtype=torch.bfloat16)[:, :100_003]
-    own = torch.randint(0, 100_003, (300,), device="cuda")
-    found, expected = (
-        token_loss.triton_reduce_logits(logits, own),
-        token_loss.reduce_logits(logits, own),
+    targets = torch.randint(0, 100_003, (300,), device="cuda")
+    actual, expected = (
+        token_loss.triton_reduce_logits(logits, targets),
+        token_loss.reduce_logits(logits, targets),
     )
-    torch.testing.assert_close(found[:3], expected[:3], rtol=1e-5, atol=1e-5)
-    best = (found[3] + own).long()
+    torch.testing.assert_close(actual[:3], expected[:3], rtol=1e-5, atol=1e-5)
+    best = (actual[3] + targets).long()
     assert torch.equal(logits.gather(1, best[:, None])[:, 0].float(), expected[2])
 
 
@@ -67,7 +67,7 @@ def test_another_number_of_tokens_compiles_nothing(precision: str) -> None:
             for block in model.layers
         ]
 
-    def answer(lengths: list[int], picked: int) -> None:
+    def score(lengths: list[int], picked: int) -> None:
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
         tokens = torch.randint(0, SHAPE.vocab, (sum(lengths),), device=device)
         rows, pick = make_packed_layout(lengths, None, device), torch.arange(picked, device=device)
@@ -76,9 +76,9 @@ def test_another_number_of_tokens_compiles_nothing(precision: str) -> None:
         )
 
     with torch.inference_mode():
-        answer(LENGTHS, 77)
-        counted = CompileCacheCounter()
-        answer([77, 1, 200, 138], 77)  # 416 tokens: 26 x 16
-        answer(LENGTHS, 80)
-        answer([64, 64], 128)
-        assert counted.counts() is None
+        score(LENGTHS, 77)
+        compile_cache = CompileCacheCounter()
+        score([77, 1, 200, 138], 77)  # 416 tokens: 26 x 16
+        score(LENGTHS, 80)
+        score([64, 64], 128)
+        assert compile_cache.counts() is None

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fixtures.commands import Shell, finish
+from fixtures.commands import Shell, wait_for_result
 from steelyard.case import resolve
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +17,7 @@ MMLU, CORPUS = "llama2-7b-mmlu", "llama1-7b-openwebtext"
 
 def test_every_case_is_valid_on_a_device(shell: Shell) -> None:
     path = os.pathsep.join(filter(None, sys.path))  # the test's own packages
-    done = finish(
+    done = wait_for_result(
         shell.start("run", "smoke", "--accelerator", "cuda", "--out", shell.out, PYTHONPATH=path),
         500,
     )
@@ -25,12 +25,12 @@ def test_every_case_is_valid_on_a_device(shell: Shell) -> None:
     # On a GPU, runs this small may end before a rate has a confidence interval; no other reason is
     # accepted.
     wrong = {
-        one["case"]["name"]: one["reasons"]
-        for one in records
-        if {r["code"] for r in one["reasons"]} - {"interval"}
+        record["case"]["name"]: record["reasons"]
+        for record in records
+        if {r["code"] for r in record["reasons"]} - {"interval"}
     }
     assert wrong == {}, done.err
-    assert {one["case"]["name"] for one in records} == set(resolve.list_shipped_cases())
+    assert {record["case"]["name"] for record in records} == set(resolve.list_shipped_cases())
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
@@ -40,7 +40,7 @@ def test_every_case_is_valid_on_a_device(shell: Shell) -> None:
 def test_fp8_is_valid_on_a_device(case: str, precision: str, compiled: str, shell: Shell) -> None:
     """By plain modules, and by compiled kernels."""
     path = os.pathsep.join(filter(None, sys.path))
-    asked = (
+    arguments = (
         "run",
         case,
         "--size",
@@ -50,9 +50,9 @@ def test_fp8_is_valid_on_a_device(case: str, precision: str, compiled: str, shel
         "--set",
         f"tune.compile={compiled}",
     )
-    done = finish(
-        shell.start(*asked, "--accelerator", "cuda", "--out", shell.out, PYTHONPATH=path), 300
+    done = wait_for_result(
+        shell.start(*arguments, "--accelerator", "cuda", "--out", shell.out, PYTHONPATH=path), 300
     )
-    [found] = (json.loads(path.read_text()) for path in shell.out.glob("*.json"))
-    assert {reason["code"] for reason in found["reasons"]} <= {"interval"}, done.err
-    assert found["engine"]["details"]["fp8"] == "row-wise scales, torch._scaled_mm"
+    [record] = (json.loads(path.read_text()) for path in shell.out.glob("*.json"))
+    assert {reason["code"] for reason in record["reasons"]} <= {"interval"}, done.err
+    assert record["engine"]["details"]["fp8"] == "row-wise scales, torch._scaled_mm"

@@ -15,7 +15,7 @@ import pytest
 
 from fixtures.attacks import Attacks
 from fixtures.golden import golden
-from fixtures.records import published
+from fixtures.records import copy_published_record
 from steelyard.data import archive
 from steelyard.errors import RequestError
 from steelyard.record import record, record_file
@@ -25,7 +25,7 @@ from steelyard.weights import hf_checkpoint, torch_files
 MIB = 1 << 20
 
 
-def tar_gz(path: Path, *members: tuple[str, bytes, bytes, int]) -> Path:
+def write_tar_gz(path: Path, *members: tuple[str, bytes, bytes, int]) -> Path:
     """Write a gzipped tar of these members, each given as name, type, first bytes and size; the
     rest is zeros.
     """
@@ -43,7 +43,7 @@ def tar_gz(path: Path, *members: tuple[str, bytes, bytes, int]) -> Path:
     return path
 
 
-def refusal(read: object, path: Path) -> str:
+def refusal_of(read: object, path: Path) -> str:
     """Return the error with which a function refuses to read a file."""
     with pytest.raises(RequestError) as caught:
         read(path)  # type: ignore[operator]
@@ -53,27 +53,27 @@ def refusal(read: object, path: Path) -> str:
 @pytest.mark.parametrize(
     "kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME], ids=["pax", "long name"]
 )
-def test_a_members_attributes_are_not_read_whole(kind: bytes, tmp_path: Path) -> None:
-    path = tar_gz(tmp_path / "bomb.tar.gz", ("x", kind, b"", 80 * MIB))
+def test_oversized_tar_attributes_are_refused(kind: bytes, tmp_path: Path) -> None:
+    path = write_tar_gz(tmp_path / "bomb.tar.gz", ("x", kind, b"", 80 * MIB))
     assert path.stat().st_size < MIB
     assert (
-        refusal(data.read_subjects, path)
+        refusal_of(data.read_subjects, path)
         == f"{path}: a part of {80 * MIB} bytes; at most {65 * MIB} are read at once"
     )
 
 
-def test_a_tar_has_a_limit_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacked_tar_has_a_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "MAX_TAR_BYTES", 4 * MIB)
-    path = tar_gz(
+    path = write_tar_gz(
         tmp_path / "bomb.tar.gz", *((f"other/{n}", tarfile.REGTYPE, b"", MIB) for n in range(6))
     )
     assert (
-        refusal(data.read_subjects, path)
+        refusal_of(data.read_subjects, path)
         == f"{path}: larger than {4 * MIB} bytes unpacked; MMLU's tar has 166 MB"
     )
     path.write_bytes(bytes(4 * MIB + 1))
     assert (
-        refusal(data.read_subjects, path)
+        refusal_of(data.read_subjects, path)
         == f"{path}: larger than {4 * MIB} bytes; MMLU's tar has 166 MB"
     )
 
@@ -82,32 +82,35 @@ def test_rows_have_a_limit_over_all_files(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(data, "MAX_ROWS", 9)
     rows = [b",,,,,A\n" * 5] * 2
     names = ("data/dev/a_dev.csv", "data/test/a_test.csv")
-    path = tar_gz(
+    path = write_tar_gz(
         tmp_path / "x.tar.gz",
-        *((name, tarfile.REGTYPE, own, len(own)) for name, own in zip(names, rows, strict=True)),
+        *(
+            (name, tarfile.REGTYPE, content, len(content))
+            for name, content in zip(names, rows, strict=True)
+        ),
     )
-    assert refusal(data.read_subjects, path) == golden("test-a_test-csv-with-it-there")
+    assert refusal_of(data.read_subjects, path) == golden("test-a_test-csv-with-it-there")
     monkeypatch.setattr(data, "MAX_ROWS", 10)
     assert len(data.read_subjects(path)[0].test) == 5
 
 
-def test_a_records_limit_grows_with_its_ranks(
+def test_record_size_limit_grows_with_its_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = published("lambada-smoke-closed-fp32-torch-a4264c79", tmp_path)
+    path = copy_published_record("lambada-smoke-closed-fp32-torch-a4264c79", tmp_path)
     size = path.stat().st_size
     assert len(json.loads(path.read_bytes())["ranks"]) == 2
     monkeypatch.setattr(record_file, "BASE_BYTES", 1000)
     monkeypatch.setattr(record_file, "RANK_BYTES", (size - 1000 + 1) // 2)
     assert record.read_record(path).plan.world == 2
     monkeypatch.setattr(record_file, "RANK_BYTES", (size - 1000) // 2 - 1)
-    most = 1000 + 2 * ((size - 1000) // 2 - 1)
-    assert refusal(record.read_record, path) == golden(
-        "bytes-the-limit-for-record-of-2", path, size, most
+    limit = 1000 + 2 * ((size - 1000) // 2 - 1)
+    assert refusal_of(record.read_record, path) == golden(
+        "bytes-the-limit-for-record-of-2", path, size, limit
     )
     monkeypatch.setattr(record_file, "MAX_RECORD_BYTES", size - 1)
     assert (
-        refusal(record.find_record_damage, path)
+        refusal_of(record.find_record_damage, path)
         == f"{path}: {size} bytes; the limit for a record is {size - 1}"
     )
 
@@ -123,7 +126,7 @@ def test_a_records_limit_grows_with_its_ranks(
     ],
     ids=["repeated key", "text", "inner table", "one rank repeated", "empty ranks"],
 )
-def test_a_record_cannot_raise_its_limit(
+def test_record_cannot_raise_its_size_limit_with_false_ranks(
     claim: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "record.json"
@@ -131,16 +134,16 @@ def test_a_record_cannot_raise_its_limit(
     size = path.stat().st_size
     monkeypatch.setattr(record_file, "BASE_BYTES", 1000)
     monkeypatch.setattr(record_file, "RANK_BYTES", 1000)
-    assert refusal(record.read_record, path) in {
+    assert refusal_of(record.read_record, path) in {
         f"{path}: {size} bytes; the limit for a record of {ranks} rank(s) is 2000"
         for ranks in (0, 1)
     }
 
 
-def test_a_large_record_needs_the_memory_that_it_takes(
+def test_large_record_is_refused_without_enough_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = published("lambada-smoke-closed-fp32-torch-a4264c79", tmp_path)
+    path = copy_published_record("lambada-smoke-closed-fp32-torch-a4264c79", tmp_path)
     size = path.stat().st_size
     monkeypatch.setattr(record_file, "BASE_BYTES", 1000)
     # the record exceeds the limit for one rank but not the limit for its two
@@ -153,12 +156,12 @@ def test_a_large_record_needs_the_memory_that_it_takes(
         if fits:
             assert record.read_record(path).plan.world == 2
         else:
-            assert f"{size} bytes take up to {needed >> 20} MiB of memory to read" in refusal(
+            assert f"{size} bytes take up to {needed >> 20} MiB of memory to read" in refusal_of(
                 record.read_record, path
             )
 
 
-UNITS = {
+JSON_UNITS = {
     "tables": b"{}",
     "tables of one key": b'{"a":0}',
     "lists": b"[[]]",
@@ -168,7 +171,7 @@ UNITS = {
     "strings": b'"ab"',
     "wide strings": '"ab","\U0001f600"'.encode(),
 }
-PEAK = """
+PEAK_MEMORY_PROGRAM = """
 import sys
 from pathlib import Path
 from steelyard.record import record_file
@@ -182,26 +185,26 @@ print((kib("VmHWM") - before) * 1024)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("unit", UNITS)
-def test_a_parsed_record_takes_no_more_memory_than_is_expected(unit: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit", JSON_UNITS)
+def test_parsing_a_record_takes_no_more_memory_than_estimated(unit: str, tmp_path: Path) -> None:
     """The peak memory of a process that parses two megabytes is measured, less what it had before."""
     path = tmp_path / "record.json"
     content = (
         b'{"schema":1,"junk":['
-        + b",".join([UNITS[unit]] * (2_000_000 // (len(UNITS[unit]) + 1)))
+        + b",".join([JSON_UNITS[unit]] * (2_000_000 // (len(JSON_UNITS[unit]) + 1)))
         + b"]}"
     )
     path.write_bytes(content)
     needed = record_file.MEMORY_PER_BYTE * len(content)
     needed += record_file.MEMORY_PER_TABLE * (content.count(b"{") + content.count(b"["))
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(path)],
+    result = subprocess.run(
+        [sys.executable, "-c", PEAK_MEMORY_PROGRAM, str(path)],
         capture_output=True,
         text=True,
         check=True,
         timeout=300,
     )
-    assert len(content) < int(done.stdout) <= needed
+    assert len(content) < int(result.stdout) <= needed
 
 
 def test_a_record_of_240_mib_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,27 +213,33 @@ def test_a_record_of_240_mib_is_not_parsed(tmp_path: Path, monkeypatch: pytest.M
         for _ in range(240):
             file.write(b"[],[" * (MIB // 4))
     monkeypatch.setattr(json, "loads", None)  # a call would raise
-    assert refusal(record.read_record, path) == golden(
+    assert refusal_of(record.read_record, path) == golden(
         "bytes-the-limit-for-record-of", path, 240 * MIB, 48 * MIB
     )
 
 
-def test_a_pickle_of_millions_of_opcodes_is_left_early(tmp_path: Path) -> None:
+def test_pickle_with_too_many_opcodes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
-    with zipfile.ZipFile(path, "w") as made:
-        made.writestr("x/data.pkl", b"\x80\x02" + b"N0" * (torch_files.MAX_OPCODES // 2) + b"N.")
-        made.writestr("x/version", "3\n")
-    assert "(its pickle has more than 500000 opcodes)" in refusal(torch_files.read_torch_file, path)
+    with zipfile.ZipFile(path, "w") as archive_file:
+        archive_file.writestr(
+            "x/data.pkl", b"\x80\x02" + b"N0" * (torch_files.MAX_OPCODES // 2) + b"N."
+        )
+        archive_file.writestr("x/version", "3\n")
+    assert "(its pickle has more than 500000 opcodes)" in refusal_of(
+        torch_files.read_torch_file, path
+    )
 
 
-def test_a_safetensors_header_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_safetensors_header_has_a_size_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "model.safetensors"
     header = json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     assert list(hf_checkpoint.read_safetensors_header(path).tensors) == ["x"]
     monkeypatch.setattr(hf_checkpoint, "MAX_HEADER_BYTES", len(header) - 1)
     line = f"{path}: a header of {len(header)} bytes; at most {len(header) - 1} are read"
-    assert refusal(hf_checkpoint.read_safetensors_header, path) == line
+    assert refusal_of(hf_checkpoint.read_safetensors_header, path) == line
 
 
 def test_bounded_reads_of_a_plain_file() -> None:
@@ -238,7 +247,7 @@ def test_bounded_reads_of_a_plain_file() -> None:
     assert (file.read(2), file.tell(), file.seek(0), file.read(1)) == (b"ab", 2, 0, b"a")
 
 
-COST = """
+COST_PROGRAM = """
 import sys, time
 from pathlib import Path
 from steelyard.errors import RequestError
@@ -252,7 +261,7 @@ try:
 except RequestError as error:
     print(time.monotonic() - begin, (most() - before) // 1024, error)
 """
-CASES = (
+READ_CASE_IMPORTS = (
     "from steelyard.case import resolve\ndef read_case(path): return resolve.read_case(str(path))"
 )
 BOMBS = {
@@ -267,7 +276,7 @@ BOMBS = {
         "from steelyard.record import record",
         "record.read",
     ),
-    "64 KB case file of one dotted key": ("4 GiB, 55 s", CASES, "read_case"),
+    "64 KB case file of one dotted key": ("4 GiB, 55 s", READ_CASE_IMPORTS, "read_case"),
     "pickle of 5 M opcodes": (
         "a minute",
         "from steelyard.weights import torch_files",
@@ -276,10 +285,10 @@ BOMBS = {
 }
 
 
-def bomb(name: str, folder: Path) -> Path:
+def write_bomb(name: str, folder: Path) -> Path:
     """Write the file of this name in `BOMBS` and return its path."""
     if name == "17 MiB tar.gz":
-        return tar_gz(folder / "bomb.tar.gz", ("x", tarfile.XHDTYPE, b"", 4000 * MIB))
+        return write_tar_gz(folder / "bomb.tar.gz", ("x", tarfile.XHDTYPE, b"", 4000 * MIB))
     if name == "240 MiB JSON record":
         path = folder / "record.json"
         path.write_bytes(b'{"a":[' + b"[],[]," * (40 * MIB) + b"[]]}")
@@ -297,29 +306,31 @@ def bomb(name: str, folder: Path) -> Path:
         path.write_bytes(b"a." * 32_000 + b"a = 1")
         return path
     path = folder / "x.pt"
-    with zipfile.ZipFile(path, "w") as made:
-        made.writestr("x/data.pkl", b"\x80\x02" + b"N0" * 2_500_000 + b"N.")
-        made.writestr("x/version", "3\n")
+    with zipfile.ZipFile(path, "w") as archive_file:
+        archive_file.writestr("x/data.pkl", b"\x80\x02" + b"N0" * 2_500_000 + b"N.")
+        archive_file.writestr("x/version", "3\n")
     return path
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", BOMBS)
-def test_what_a_bomb_costs(name: str, tmp_path: Path, attacks: Attacks) -> None:
+def test_bombs_are_refused_with_little_memory(name: str, tmp_path: Path, attacks: Attacks) -> None:
     """The file is read in a process of its own; its memory is the peak, less what the process had
     before.
     """
-    before, imports, read = BOMBS[name]
-    path = bomb(name, tmp_path)
-    program = COST.format(imports=imports, read=read)
-    done = subprocess.run(
+    earlier_cost, imports, read = BOMBS[name]
+    path = write_bomb(name, tmp_path)
+    program = COST_PROGRAM.format(imports=imports, read=read)
+    result = subprocess.run(
         [sys.executable, "-c", program, str(path)],
         capture_output=True,
         text=True,
         check=True,
         timeout=300,
     )
-    time_s, mib, why = done.stdout.split(" ", 2)
+    time_s, memory_mib, why = result.stdout.split(" ", 2)
     assert str(path) in why
-    assert int(mib) <= 300, done.stdout
-    attacks.add(f"bomb: {name}", 1, before, f"refused in {float(time_s):.1f} s, {mib} MiB")
+    assert int(memory_mib) <= 300, result.stdout
+    attacks.add(
+        f"bomb: {name}", 1, earlier_cost, f"refused in {float(time_s):.1f} s, {memory_mib} MiB"
+    )

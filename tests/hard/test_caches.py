@@ -15,12 +15,12 @@ from steelyard.run import environment
 from steelyard.run.host import Host
 from steelyard.run.messages import OpenMessage
 
-NAMES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+CACHE_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
-def asked(**other: object) -> OpenMessage:
+def make_open_message(**changes: object) -> OpenMessage:
     """Return the open message of a run on one CPU device, with these fields changed."""
-    told = {
+    fields = {
         "token": "t" * 32,
         "mark": "m",
         "accelerator": "cpu",
@@ -28,7 +28,7 @@ def asked(**other: object) -> OpenMessage:
         "matmul": "fp32",
         "interface": None,
     }
-    told |= {
+    fields |= {
         "peer": None,
         "environment": {},
         "variables": {},
@@ -36,49 +36,53 @@ def asked(**other: object) -> OpenMessage:
         "paths": [],
         "silence_s": 60.0,
     }
-    return OpenMessage.model_validate(told | other)
+    return OpenMessage.model_validate(fields | changes)
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the user's cache folder of steelyard, in a folder of this test; it does not exist yet."""
-    for name in NAMES:
+    for name in CACHE_FOLDERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "steelyard"
 
 
-def test_workers_get_caches_of_our_own(cache: Path) -> None:
-    told = Host(asked()).make_worker_environment()
-    for name, folder in NAMES.items():
-        assert told[name] == str(cache / folder)
+def test_workers_get_private_cache_folders(cache: Path) -> None:
+    variables = Host(make_open_message()).make_worker_environment()
+    for name, folder in CACHE_FOLDERS.items():
+        assert variables[name] == str(cache / folder)
         assert stat.S_IMODE((cache / folder).stat().st_mode) == 0o700
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
-def test_they_are_kept_across_runs(cache: Path) -> None:
+def test_caches_are_reused_across_runs(cache: Path) -> None:
     first = environment.make_cache_folders(os.environ)
     (cache / "inductor" / "kept").write_text("")
     assert environment.make_cache_folders(os.environ) == first
     assert (cache / "inductor" / "kept").exists()
 
 
-def test_site_and_tune_may_name_others(
+def test_site_and_tune_may_name_other_cache_folders(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # restored after the test: the agent adds the site's variables to this process's environment
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
-    named = str(tmp_path / "site")
-    told = Host(
-        asked(
-            environment={"TRITON_CACHE_DIR": named}, variables={"TORCHINDUCTOR_CACHE_DIR": "tuned"}
+    site_folder = str(tmp_path / "site")
+    variables = Host(
+        make_open_message(
+            environment={"TRITON_CACHE_DIR": site_folder},
+            variables={"TORCHINDUCTOR_CACHE_DIR": "tuned"},
         )
     ).make_worker_environment()
-    assert (told["TRITON_CACHE_DIR"], told["TORCHINDUCTOR_CACHE_DIR"]) == (named, "tuned")
+    assert (variables["TRITON_CACHE_DIR"], variables["TORCHINDUCTOR_CACHE_DIR"]) == (
+        site_folder,
+        "tuned",
+    )
 
 
 @pytest.mark.parametrize("planted", ["", "inductor", "triton"])
-def test_another_users_folder_is_refused(cache: Path, planted: str) -> None:
+def test_cache_of_another_user_is_refused(cache: Path, planted: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can make another user's folder")
     (cache / planted).mkdir(parents=True)
@@ -86,10 +90,10 @@ def test_another_users_folder_is_refused(cache: Path, planted: str) -> None:
     with pytest.raises(RequestError, match=r"belongs to user 12345.*XDG_CACHE_HOME") as refused:
         environment.make_cache_folders(os.environ)
     assert "\n" not in str(refused.value)
-    assert "belongs to user 12345" in str(Host(asked()).problem)
+    assert "belongs to user 12345" in str(Host(make_open_message()).problem)
 
 
-def test_a_link_is_refused(cache: Path, tmp_path: Path) -> None:
+def test_cache_that_is_a_link_is_refused(cache: Path, tmp_path: Path) -> None:
     cache.mkdir(parents=True, mode=0o700)
     (tmp_path / "elsewhere").mkdir()
     (cache / "triton").symlink_to(tmp_path / "elsewhere")
@@ -98,7 +102,7 @@ def test_a_link_is_refused(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])
-def test_a_folder_that_others_can_write_is_refused(cache: Path, mode: int) -> None:
+def test_cache_that_others_can_write_is_refused(cache: Path, mode: int) -> None:
     (cache / "inductor").mkdir(parents=True)
     cache.chmod(0o700)
     (cache / "inductor").chmod(mode)
@@ -107,11 +111,11 @@ def test_a_folder_that_others_can_write_is_refused(cache: Path, mode: int) -> No
 
 
 @pytest.mark.process
-def test_a_host_says_why_it_does_not_take_a_cache(cache: Path, attacks: Attacks) -> None:
+def test_hello_reports_why_a_cache_is_refused(cache: Path, attacks: Attacks) -> None:
     """The hello arrives with the reason, before any device was looked for."""
     cache.mkdir(parents=True)
     cache.chmod(0o777)
-    hello = Host(asked()).make_hello()
+    hello = Host(make_open_message()).make_hello()
     assert (
         hello.problem
         == f"the cache {str(cache)!r} is one that others can write: other users could change what"
@@ -126,15 +130,17 @@ def test_a_host_says_why_it_does_not_take_a_cache(cache: Path, attacks: Attacks)
     )
 
 
-def test_without_a_place_for_caches_they_are_in_the_runs_own_folder(tmp_path: Path) -> None:
+def test_caches_fall_back_to_the_runs_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert environment.make_cache_folders({"XDG_CACHE_HOME": str(tmp_path / "file")}) == {}
     assert environment.name_run_cache_folders(tmp_path) == {
-        name: str(tmp_path / "cache" / place) for name, place in NAMES.items()
+        name: str(tmp_path / "cache" / folder) for name, folder in CACHE_FOLDERS.items()
     }
 
 
 @pytest.mark.full
-def test_a_home_that_cannot_be_written_is_no_hindrance(shell: Shell) -> None:
-    done = shell(*SMOKE, "--passes", "val", "--out", shell.out, HOME="/dev/null", XDG_CACHE_HOME="")
-    assert done.code == 0, done.err
+def test_run_works_with_an_unwritable_home(shell: Shell) -> None:
+    result = shell(
+        *SMOKE, "--passes", "val", "--out", shell.out, HOME="/dev/null", XDG_CACHE_HOME=""
+    )
+    assert result.code == 0, result.err

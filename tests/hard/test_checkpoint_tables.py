@@ -20,7 +20,7 @@ STATE = CheckpointState(
 )
 
 
-def test_a_state_survives(tmp_path: Path) -> None:
+def test_state_round_trips_through_its_file(tmp_path: Path) -> None:
     checkpoint_folders.write_checkpoint_json(tmp_path / "state.json", STATE)
     assert (
         checkpoint_folders.read_checkpoint_json(tmp_path / "state.json", CheckpointState) == STATE
@@ -31,7 +31,7 @@ def test_a_state_survives(tmp_path: Path) -> None:
     ("old", "new"),
     [("1.0625", "1.0635"), ("65536.0", "65537.0"), ('"step": 2', '"step": 3'), ("seed", "seee")],
 )
-def test_a_changed_state_is_refused(old: str, new: str, tmp_path: Path) -> None:
+def test_changed_checkpoint_state_is_refused(old: str, new: str, tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     checkpoint_folders.write_checkpoint_json(path, STATE)
     text = path.read_text()
@@ -47,8 +47,8 @@ def test_every_changed_byte_is_refused(tmp_path: Path, attacks: Attacks) -> None
     path = tmp_path / "state.json"
     checkpoint_folders.write_checkpoint_json(path, STATE)
     raw, accepted = path.read_bytes(), []
-    for place in range(len(raw)):
-        path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
+    for position in range(len(raw)):
+        path.write_bytes(raw[:position] + bytes([raw[position] ^ 1]) + raw[position + 1 :])
         try:
             accepted.append(checkpoint_folders.read_checkpoint_json(path, CheckpointState) == STATE)
         except RequestError:
@@ -62,7 +62,7 @@ def test_every_changed_byte_is_refused(tmp_path: Path, attacks: Attacks) -> None
     assert all(accepted)  # equal values in another spelling
 
 
-def test_an_older_state_without_one_is_read(tmp_path: Path) -> None:
+def test_earlier_state_without_a_checksum_is_read(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     path.write_text(STATE.model_dump_json())
     assert checkpoint_folders.read_checkpoint_json(path, CheckpointState) == STATE

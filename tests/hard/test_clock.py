@@ -14,14 +14,14 @@ from fixtures import report
 from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell
 from fixtures.golden import golden
-from fixtures.records import sentence
+from fixtures.records import format_sentence
 from steelyard import words
 from steelyard.metrics import clock_checks
 from steelyard.record.record import PassFacts, Record
 from steelyard.record.run_facts import RankFacts
 from steelyard.run import clock, environment
 
-SLOW = r"""
+SLOW_CLOCK_SOURCE = r"""
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <string.h>
@@ -58,7 +58,7 @@ def slow_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("gcc") is None:
         pytest.skip("no C compiler to make a slow clock with")
     folder = tmp_path_factory.mktemp("slow")
-    (folder / "slow.c").write_text(SLOW)
+    (folder / "slow.c").write_text(SLOW_CLOCK_SOURCE)
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", folder / "libslow.so", folder / "slow.c"], check=True
     )
@@ -66,17 +66,19 @@ def slow_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_a_clock_at_half_speed_is_caught(shell: Shell, slow_clock: Path, attacks: Attacks) -> None:
-    done = shell(*SMOKE, "--passes", "val", "--out", shell.out, LD_PRELOAD=str(slow_clock))
-    made = json.loads(next(shell.out.iterdir()).read_text())
-    assert done.code == 1
-    assert made["status"] == "invalid", (made["reasons"], made["failure"])
-    reason = next(one for one in made["reasons"] if one["code"] == "clock")
-    assert "and clock uptime " in sentence(reason["text"])
-    assert "LD_PRELOAD=libslow.so" in sentence(reason["text"])
-    told = made["ranks"][0]["clocks"]
-    assert told["uptime"] == pytest.approx(2 * told["monotonic"], rel=0.05)
-    assert made["environment"]["software"]["variables"]["LD_PRELOAD"] == "libslow.so"
+def test_clock_at_half_speed_makes_a_run_invalid(
+    shell: Shell, slow_clock: Path, attacks: Attacks
+) -> None:
+    result = shell(*SMOKE, "--passes", "val", "--out", shell.out, LD_PRELOAD=str(slow_clock))
+    document = json.loads(next(shell.out.iterdir()).read_text())
+    assert result.code == 1
+    assert document["status"] == "invalid", (document["reasons"], document["failure"])
+    reason = next(entry for entry in document["reasons"] if entry["code"] == "clock")
+    assert "and clock uptime " in format_sentence(reason["text"])
+    assert "LD_PRELOAD=libslow.so" in format_sentence(reason["text"])
+    clock_times_s = document["ranks"][0]["clocks"]
+    assert clock_times_s["uptime"] == pytest.approx(2 * clock_times_s["monotonic"], rel=0.05)
+    assert document["environment"]["software"]["variables"]["LD_PRELOAD"] == "libslow.so"
     assert shell("verify", next(shell.out.iterdir())).code == 0
     attacks.add(
         "clock slowed down by a preloaded library",
@@ -86,23 +88,23 @@ def test_a_clock_at_half_speed_is_caught(shell: Shell, slow_clock: Path, attacks
     )
 
 
-def test_an_honest_run_has_all_clocks(smoke: dict[str, Path]) -> None:
-    made = json.loads(smoke["closed"].read_text())
-    assert set(made["ranks"][0]["clocks"]) == {"monotonic", "raw", "boottime", "uptime"}
-    assert {check["name"]: check["ok"] for check in made["checks"]}["clocks_agree"]
+def test_honest_run_records_all_clocks(smoke: dict[str, Path]) -> None:
+    document = json.loads(smoke["closed"].read_text())
+    assert set(document["ranks"][0]["clocks"]) == {"monotonic", "raw", "boottime", "uptime"}
+    assert {check["name"]: check["ok"] for check in document["checks"]}["clocks_agree"]
 
 
-def with_clocks(**told: float) -> Record:
+def make_record_with_clocks(**times_s: float) -> Record:
     """Return a record whose rank 0 has these seconds by clock name."""
-    return report.make().model_copy(update={"ranks": [RankFacts(rank=0, clocks=told)]})
+    return report.make_record().model_copy(update={"ranks": [RankFacts(rank=0, clocks=times_s)]})
 
 
-def verdict(record: Record) -> tuple[bool, str]:
+def sole_verdict(record: Record) -> tuple[bool, str]:
     """Return whether the clock check of a record passed, and its text."""
-    (found,) = clock_checks.check_clocks_agree(record, {})
-    assert found.check is not None
-    assert (found.code, found.note) == ("clock", None)
-    return found.check.ok, words.render_text(found.check.message)
+    (judgement,) = clock_checks.check_clocks_agree(record, {})
+    assert judgement.check is not None
+    assert (judgement.code, judgement.note) == ("clock", None)
+    return judgement.check.ok, words.render_text(judgement.check.message)
 
 
 @pytest.mark.parametrize(
@@ -119,19 +121,19 @@ def verdict(record: Record) -> tuple[bool, str]:
         ({"monotonic": 37.0, "raw": 37.0, "boottime": 37.0, "uptime": 100.0}, False),
     ],
 )
-def test_clocks_of_a_rank(told: dict[str, float], ok: bool) -> None:
-    assert verdict(with_clocks(**told))[0] is ok
+def test_clocks_of_a_rank_must_agree(told: dict[str, float], ok: bool) -> None:
+    assert sole_verdict(make_record_with_clocks(**told))[0] is ok
 
 
-def test_the_reason_names_rank_and_clocks() -> None:
-    text = verdict(with_clocks(monotonic=37.0, raw=37.0, uptime=99.9))[1]
+def test_clock_reason_names_rank_and_clocks() -> None:
+    text = sole_verdict(make_record_with_clocks(monotonic=37.0, raw=37.0, uptime=99.9))[1]
     assert text == (golden("rank-0-the-monotonic-clock-counted"))
 
 
 @pytest.mark.parametrize(
     ("device_s", "ok"), [(10.0, True), (10.07, True), (10.08, False), (27.0, False)]
 )
-def test_the_device_has_a_clock_of_its_own(device_s: float, ok: bool) -> None:
+def test_device_clock_must_agree_with_the_host(device_s: float, ok: bool) -> None:
     window = PassFacts(
         pass_name="infer",
         rank=0,
@@ -141,14 +143,14 @@ def test_the_device_has_a_clock_of_its_own(device_s: float, ok: bool) -> None:
         allocated_bytes=0,
         reserved_bytes=0,
     )
-    assert verdict(report.make().model_copy(update={"passes": [window]}))[0] is ok
+    assert sole_verdict(report.make_record().model_copy(update={"passes": [window]}))[0] is ok
 
 
-def test_an_older_record_is_not_judged() -> None:
-    assert clock_checks.check_clocks_agree(report.make(), {}) == []
+def test_record_without_clocks_is_not_judged() -> None:
+    assert clock_checks.check_clocks_agree(report.make_record(), {}) == []
 
 
-def test_of_several_readings_the_tightest_counts(
+def test_tightest_of_several_clock_readings_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A reading during which the process was suspended says nothing about clocks."""
@@ -157,11 +159,13 @@ def test_of_several_readings_the_tightest_counts(
     monkeypatch.setattr(clock, "TRIES", 3)
     monkeypatch.setattr(clock, "UPTIME", tmp_path / "uptime")
     (tmp_path / "uptime").write_text("17.25 3.00\n")
-    found = clock.read_all_clocks()
-    assert (found["monotonic"], found["uptime"]) == (10.0, 17.25)
+    readings = clock.read_all_clocks()
+    assert (readings["monotonic"], readings["uptime"]) == (10.0, 17.25)
 
 
-def test_a_system_without_the_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_uptime_is_left_out_where_it_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(clock, "UPTIME", tmp_path / "none")
     assert "uptime" not in clock.read_all_clocks()
 

@@ -21,7 +21,7 @@ from steelyard.run.host import is_scrubbed
 from steelyard.run.messages import WorkerEnded
 
 RUN = (*SMOKE, "--engine", "faulty", "--passes", "val")
-STRANGERS = {
+LAUNCHER_VARIABLES = {
     "RANK": "3",
     "LOCAL_RANK": "3",
     "WORLD_SIZE": "8",
@@ -34,28 +34,28 @@ STRANGERS = {
     "OMPI_COMM_WORLD_RANK": "3",
     "PADDLE_TRAINERS_NUM": "8",
 }
-MOST_BYTES = 1536 << 20
+MEMORY_LIMIT_BYTES = 1536 << 20
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("devices", ["1", "2"])
-def test_a_strangers_variables_are_not_inherited(
+def test_variables_of_another_launcher_are_not_inherited(
     faulty: Shell, devices: str, attacks: Attacks
 ) -> None:
-    done = faulty(
-        *RUN, "--devices", devices, "--out", faulty.out, "--hang-after", "60", **STRANGERS
+    result = faulty(
+        *RUN, "--devices", devices, "--out", faulty.out, "--hang-after", "60", **LAUNCHER_VARIABLES
     )
-    assert done.code == 0, done.err
+    assert result.code == 0, result.err
     (record,) = faulty.records()
-    assert [one["rank"] for one in record["ranks"]] == list(range(int(devices)))
-    assert not set(record["environment"]["software"]["variables"]) & set(STRANGERS)
+    assert [rank["rank"] for rank in record["ranks"]] == list(range(int(devices)))
+    assert not set(record["environment"]["software"]["variables"]) & set(LAUNCHER_VARIABLES)
     attacks.add(
         f"variables of another launcher, {devices} rank(s)", 1, "hangs for 30 minutes", "runs"
     )
 
 
-def test_which_variables_are_strangers() -> None:
-    assert [name for name in STRANGERS if not is_scrubbed(name)] == []
+def test_only_launcher_variables_are_scrubbed() -> None:
+    assert [name for name in LAUNCHER_VARIABLES if not is_scrubbed(name)] == []
     assert not any(
         map(
             is_scrubbed,
@@ -81,7 +81,9 @@ def test_which_variables_are_strangers() -> None:
         ),
     ],
 )
-def test_what_is_known_and_nothing_else(ended: int, tail: str, expected: tuple[str, str]) -> None:
+def test_failure_of_a_rank_without_a_result(
+    ended: int, tail: str, expected: tuple[str, str]
+) -> None:
     exits = {1: WorkerEnded(token="t", rank=1, code=ended, time_s=1.0)}
     assert find_failure(RankResults(exits=exits, stderr_tails={1: tail}), 2) == Failure(
         *expected, 1
@@ -89,15 +91,15 @@ def test_what_is_known_and_nothing_else(ended: int, tail: str, expected: tuple[s
 
 
 @pytest.mark.parametrize(("starved", "more"), [(None, ""), (0, ""), (2, "2 process(es)")])
-def test_what_the_kernel_counted(starved: int | None, more: str) -> None:
+def test_oom_kills_of_the_cgroup_are_reported(starved: int | None, more: str) -> None:
     exits = {0: WorkerEnded(token="t", rank=0, code=-9, time_s=1.0, oom_kills=starved)}
-    said = (
+    suffix = (
         f"; meanwhile the kernel ended {more} of its control group for lack of memory"
         if more
         else ""
     )
     assert find_failure(RankResults(exits=exits), 2) == Failure(
-        "killed", f"rank 0 was ended by SIGKILL{said}", 0
+        "killed", f"rank 0 was ended by SIGKILL{suffix}", 0
     )
 
 
@@ -117,14 +119,14 @@ def test_what_the_kernel_counted(starved: int | None, more: str) -> None:
         ("nothing", "a/memory.events", "oom_kill 1\n", None),
     ],
 )
-def test_the_count_of_a_control_group(
+def test_oom_kills_are_read_from_the_cgroup(
     tmp_path: Path, groups: str, name: str, text: str, found: int | None
 ) -> None:
-    proc, tree = tmp_path / "proc", tmp_path / "sys/fs/cgroup"
+    proc, cgroup_root = tmp_path / "proc", tmp_path / "sys/fs/cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text(groups)
-    (tree / name).parent.mkdir(parents=True)
-    (tree / name).write_text(text)
+    (cgroup_root / name).parent.mkdir(parents=True)
+    (cgroup_root / name).write_text(text)
     assert cpu_load.count_oom_kills(tmp_path) == found
     assert cpu_load.count_oom_kills(tmp_path / "none") is None
 
@@ -144,7 +146,7 @@ def small_group() -> Iterator[Path]:
         except OSError:
             continue
         if (group / limit).exists():
-            (group / limit).write_text(str(MOST_BYTES))
+            (group / limit).write_text(str(MEMORY_LIMIT_BYTES))
             yield group
             group.rmdir()
             return
@@ -153,10 +155,10 @@ def small_group() -> Iterator[Path]:
 
 
 @pytest.mark.full
-def test_the_kernel_ends_a_rank_for_lack_of_memory(
+def test_rank_killed_by_the_kernel_for_lack_of_memory(
     faulty: Shell, small_group: Path, attacks: Attacks
 ) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-P", "-m", "steelyard", *RUN, "--out", str(faulty.out)],
         env=faulty.env(FAULTY="eats@work"),
         cwd=faulty.folder,
@@ -166,7 +168,7 @@ def test_the_kernel_ends_a_rank_for_lack_of_memory(
         check=False,
         preexec_fn=lambda: (small_group / "cgroup.procs").write_text("0"),  # this process
     )
-    assert done.returncode == 1, done.stderr
+    assert result.returncode == 1, result.stderr
     (record,) = faulty.records()
     assert record["reasons"][0]["code"] == "killed"
     assert record["reasons"][0]["text"] == (golden("rank-0-was-ended-by-sigkill"))
@@ -179,7 +181,7 @@ def test_the_kernel_ends_a_rank_for_lack_of_memory(
     )
 
 
-FAILS = """
+FAILING_START_PROGRAM = """
 import subprocess, sys, threading
 if "steelyard.run.node" in sys.orig_argv:
     real, count = {place}, 0
@@ -207,25 +209,25 @@ if "steelyard.run.node" in sys.orig_argv:
     ],
     ids=["the second", "the first"],
 )
-def test_processes_that_cannot_be_started(
+def test_failure_to_start_workers_is_recorded(
     faulty: Shell, place: str, number: int, error: str, why: str
 ) -> None:
     (faulty.folder / "more").mkdir()
     (faulty.folder / "more" / "sitecustomize.py").write_text(
-        FAILS.format(place=place, number=number, error=error)
+        FAILING_START_PROGRAM.format(place=place, number=number, error=error)
     )
-    one = Shell(faulty.folder, (faulty.folder / "more", *faulty.extra))
-    done = one(*RUN, "--devices", "2", "--out", one.out)
-    assert done.code == 1, done.err
-    (record,) = one.records()
+    shell = Shell(faulty.folder, (faulty.folder / "more", *faulty.extra))
+    result = shell(*RUN, "--devices", "2", "--out", shell.out)
+    assert result.code == 1, result.err
+    (record,) = shell.records()
     assert record["reasons"][0] == {
         "code": "not_started",
         "text": golden("host-localhost-the-ranks-could-not", why),
     }
-    assert one.nothing_left(1.0)
+    assert shell.wait_until_ended(1.0)
 
 
-GARBAGE = """
+TRUNCATED_WRITE_PROGRAM = """
 import sys
 if "steelyard.run.worker" in sys.orig_argv:
     from steelyard import files
@@ -241,23 +243,25 @@ if "steelyard.run.worker" in sys.orig_argv:
     ("name", "code", "status", "reason"),
     [("progress", 0, "valid", None), ("rank-1", 1, "failed", "malformed")],
 )
-def test_files_of_workers_that_are_none(
+def test_truncated_worker_files(
     faulty: Shell, name: str, code: int, status: str, reason: str | None
 ) -> None:
     (faulty.folder / "more").mkdir()
-    (faulty.folder / "more" / "sitecustomize.py").write_text(GARBAGE.format(name=name))
-    one = Shell(faulty.folder, (faulty.folder / "more", *faulty.extra))
-    done = one(*RUN, "--devices", "2", "--out", one.out)
-    assert (done.code, "Traceback" in done.err) == (code, False), done.err
-    (record,) = one.records()
+    (faulty.folder / "more" / "sitecustomize.py").write_text(
+        TRUNCATED_WRITE_PROGRAM.format(name=name)
+    )
+    shell = Shell(faulty.folder, (faulty.folder / "more", *faulty.extra))
+    result = shell(*RUN, "--devices", "2", "--out", shell.out)
+    assert (result.code, "Traceback" in result.err) == (code, False), result.err
+    (record,) = shell.records()
     assert (record["status"], record["reasons"][0]["code"] if reason else None) == (status, reason)
     assert (record["failure"] or {}).get("rank") == (1 if reason else None)
 
 
 @pytest.mark.full
-def test_in_a_working_directory_that_was_deleted(shell: Shell, attacks: Attacks) -> None:
+def test_deleted_working_directory_is_refused(shell: Shell, attacks: Attacks) -> None:
     (shell.folder / "gone").mkdir()
-    words = [
+    prefix = [
         "sh",
         "-c",
         'cd gone && rmdir ../gone && exec "$@"',
@@ -267,8 +271,8 @@ def test_in_a_working_directory_that_was_deleted(shell: Shell, attacks: Attacks)
         "-m",
         "steelyard",
     ]
-    command = [*words, *SMOKE, "--out", str(shell.out)]
-    done = subprocess.run(
+    command = [*prefix, *SMOKE, "--out", str(shell.out)]
+    result = subprocess.run(
         command,
         cwd=shell.folder,
         env=shell.env(),
@@ -277,20 +281,20 @@ def test_in_a_working_directory_that_was_deleted(shell: Shell, attacks: Attacks)
         timeout=300,
         check=False,
     )
-    assert done.returncode == 2
-    assert done.stderr == golden("error-the-working-directory-no-longer")
+    assert result.returncode == 2
+    assert result.stderr == golden("error-the-working-directory-no-longer")
     assert not shell.out.exists()
     attacks.add("working directory deleted", 1, "`killed`", "refused, exit code 2")
 
 
-def test_without_proc(shell: Shell) -> None:
-    words = 'mount -t tmpfs none /proc && exec "$@"'
+def test_run_without_proc_is_refused(shell: Shell) -> None:
+    script = 'mount -t tmpfs none /proc && exec "$@"'
     command = [
         "unshare",
         "--mount",
         "sh",
         "-c",
-        words,
+        script,
         "sh",
         sys.executable,
         "-P",
@@ -305,7 +309,7 @@ def test_without_proc(shell: Shell) -> None:
             pytest.skip("mounting over /proc is not allowed here")
     except FileNotFoundError:
         pytest.skip("no unshare command")
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=shell.folder,
         env=shell.env(),
@@ -314,5 +318,5 @@ def test_without_proc(shell: Shell) -> None:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 2
-    assert done.stderr == golden("error-proc-is-not-mounted-run")
+    assert result.returncode == 2
+    assert result.stderr == golden("error-proc-is-not-mounted-run")

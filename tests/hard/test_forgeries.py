@@ -11,7 +11,7 @@ import pytest
 
 from fixtures.attacks import Attacks
 from fixtures.golden import golden
-from fixtures.records import RUNS, changed, published
+from fixtures.records import RUNS, copy_published_record, rewrite_record
 from steelyard.metrics import verify
 from steelyard.record import record
 
@@ -41,10 +41,10 @@ def faster(table: dict[str, Any]) -> None:
     """Divide every time measured in a pass by ten; the budget stays."""
     for window in table["passes"]:
         window["wall_s"] /= 10
-    for one in table["samples"]:
+    for sample in table["samples"]:
         for name in ("start_s", "end_s", "host_start_s", "host_end_s"):
-            one[name] /= 10
-        one["phases"] = {name: value / 10 for name, value in one["phases"].items()}
+            sample[name] /= 10
+        sample["phases"] = {name: value / 10 for name, value in sample["phases"].items()}
 
 
 def faster_with_budget(table: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ def late_readings(table: dict[str, Any]) -> None:
     table["telemetry"][0]["columns"]["t_s"][-1] += 1e4
 
 
-BEFORE = {killed: "`valid`", faster: "`valid`"}  # known from before the checks
+EARLIER_OUTCOMES = {killed: "`valid`", faster: "`valid`"}  # known from before the checks
 
 
 @pytest.mark.parametrize(
@@ -92,48 +92,48 @@ BEFORE = {killed: "`valid`", faster: "`valid`"}  # known from before the checks
         (late_readings, "after a run of "),
     ],
 )
-def test_what_contradicts_itself_does_not_verify(
+def test_contradictory_record_does_not_verify(
     change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path, attacks: Attacks
 ) -> None:
-    path = changed(published("mmlu-full-closed-bf16-torch", tmp_path), change)
+    path = rewrite_record(copy_published_record("mmlu-full-closed-bf16-torch", tmp_path), change)
     assert record.find_record_damage(path) == []
-    wrong = verify.verify_record(path)
-    assert any(said in line for line in wrong), wrong
+    problems = verify.verify_record(path)
+    assert any(said in line for line in problems), problems
     attacks.add(
         f"record derived and sealed again: {change.__name__.replace('_', ' ')}",
         1,
-        BEFORE.get(change, "/"),
+        EARLIER_OUTCOMES.get(change, "/"),
         "does not verify",
     )
 
 
-def sealed(path: Path) -> dict[str, Any]:
+def read_resealed(path: Path) -> dict[str, Any]:
     """Seal the record again, so that it has all hashes of this version, and return its JSON
     document.
     """
-    return json.loads(changed(path, lambda table: None).read_bytes())
+    return json.loads(rewrite_record(path, lambda table: None).read_bytes())
 
 
-def test_a_key_too_many_in_hashes_shows(tmp_path: Path) -> None:
-    path = published("mmlu-smoke-closed", tmp_path)
-    table = sealed(path)
-    table["hashes"]["signed"] = "by somebody"
-    path.write_bytes(record.to_canonical_bytes(table))
+def test_unknown_key_in_hashes_is_reported(tmp_path: Path) -> None:
+    path = copy_published_record("mmlu-smoke-closed", tmp_path)
+    document = read_resealed(path)
+    document["hashes"]["signed"] = "by somebody"
+    path.write_bytes(record.to_canonical_bytes(document))
     assert record.find_record_damage(path) == [golden("hashes-has-key-signed-which-no")]
 
 
 @pytest.mark.parametrize(
     "place", [("budget",), ("metrics",), ("samples", 0, "phases"), ("outputs", "passes"), ("case",)]
 )
-def test_another_order_of_keys_shows(place: tuple[Any, ...], tmp_path: Path) -> None:
-    path = published("mmlu-smoke-closed", tmp_path)
-    table = sealed(path)
+def test_changed_order_of_keys_is_reported(place: tuple[Any, ...], tmp_path: Path) -> None:
+    path = copy_published_record("mmlu-smoke-closed", tmp_path)
+    document = read_resealed(path)
     assert record.find_record_damage(path) == []
     *parents, leaf = place
-    node = table
+    node = document
     for part in parents:
         node = node[part]
     node[leaf] = dict(reversed([*node[leaf].items(), ("more", 0.0)][: len(node[leaf])]))
-    path.write_bytes(record.to_canonical_bytes(table))
-    wanted = [] if len(node[leaf]) == 1 else ["the hash of bytes does not match"]
-    assert record.find_record_damage(path) == wanted
+    path.write_bytes(record.to_canonical_bytes(document))
+    expected = [] if len(node[leaf]) == 1 else ["the hash of bytes does not match"]
+    assert record.find_record_damage(path) == expected

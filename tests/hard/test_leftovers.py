@@ -16,8 +16,8 @@ from fixtures.commands import SMOKE, Shell, wait_for
 from steelyard.run import messages, processes
 from steelyard.run.processes import RunFolder
 
-DEAD, ALIVE = "d" * 16 + "-0", "a" * 16 + "-0"
-HOLDER = """
+DEAD_MARK, LIVE_MARK = "d" * 16 + "-0", "a" * 16 + "-0"
+HOLDER_PROGRAM = """
 import sys, time
 from steelyard.run.processes import RunFolder
 print(RunFolder(sys.argv[1]).path, flush=True)
@@ -25,10 +25,13 @@ time.sleep(300)
 """
 
 
-def killed_holder(shell: Shell, mark: str) -> Path:
+def make_folder_of_dead_agent(shell: Shell, mark: str) -> Path:
     """Make the folder of a run with this mark, kill the process that holds it, and return its path."""
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, mark], env=shell.env(), stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER_PROGRAM, mark],
+        env=shell.env(),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert holder.stdout is not None
     path = Path(holder.stdout.readline().strip())
@@ -37,62 +40,67 @@ def killed_holder(shell: Shell, mark: str) -> Path:
     return path
 
 
-def test_the_dead_are_swept_and_nobody_else(
+def test_only_folders_and_processes_of_dead_agents_are_swept(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shell.tmp.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(shell.tmp))
-    dead = killed_holder(shell, DEAD)
-    (dead / "store").write_text("left")
-    stopped = subprocess.Popen(
-        ["sleep", "300"], env={**shell.env(), messages.MARK_VARIABLE: DEAD}, start_new_session=True
+    dead_folder = make_folder_of_dead_agent(shell, DEAD_MARK)
+    (dead_folder / "store").write_text("left")
+    suspended = subprocess.Popen(
+        ["sleep", "300"],
+        env={**shell.env(), messages.MARK_VARIABLE: DEAD_MARK},
+        start_new_session=True,
     )
     # the environment of a new process can be read only a moment after it starts
-    assert wait_for(lambda: processes.has_mark(psutil.Process(stopped.pid), DEAD))
-    stopped.send_signal(signal.SIGSTOP)
-    alive = RunFolder(ALIVE)
+    assert wait_for(lambda: processes.has_mark(psutil.Process(suspended.pid), DEAD_MARK))
+    suspended.send_signal(signal.SIGSTOP)
+    live_folder = RunFolder(LIVE_MARK)
     (shell.tmp / "steelyard-notes").mkdir()
     (shell.tmp / f"steelyard-{'b' * 16}-0-x1").symlink_to(tmp_path)
-    others = shell.tmp / f"steelyard-{'c' * 16}-0-x1"
-    others.mkdir()
+    foreign_folder = shell.tmp / f"steelyard-{'c' * 16}-0-x1"
+    foreign_folder.mkdir()
     if os.getuid() == 0:
-        os.chown(others, 65534, 65534)
-    assert processes.sweep_dead_runs() == [DEAD, *([] if os.getuid() == 0 else ["c" * 16 + "-0"])]
-    assert stopped.wait(300) == -signal.SIGTERM
-    kept = {
-        alive.path.name,
+        os.chown(foreign_folder, 65534, 65534)
+    assert processes.sweep_dead_runs() == [
+        DEAD_MARK,
+        *([] if os.getuid() == 0 else ["c" * 16 + "-0"]),
+    ]
+    assert suspended.wait(300) == -signal.SIGTERM
+    expected = {
+        live_folder.path.name,
         "steelyard-notes",
         f"steelyard-{'b' * 16}-0-x1",
-        *([others.name] if os.getuid() == 0 else []),
+        *([foreign_folder.name] if os.getuid() == 0 else []),
     }
-    assert {path.name for path in shell.tmp.iterdir()} == kept
-    alive.remove()
-    assert not alive.path.exists()
+    assert {path.name for path in shell.tmp.iterdir()} == expected
+    live_folder.remove()
+    assert not live_folder.path.exists()
 
 
-def test_a_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    one = RunFolder(ALIVE)
-    assert one.path.stat().st_mode & 0o777 == 0o700
-    one.remove()
+    run_folder = RunFolder(LIVE_MARK)
+    assert run_folder.path.stat().st_mode & 0o777 == 0o700
+    run_folder.remove()
 
 
-def test_a_run_that_starts_does_not_sweep_the_folder_of_another_that_starts(
+def test_sweep_spares_a_run_folder_that_is_not_locked_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    real, swept = processes.fcntl.flock, []
+    real_flock, swept = processes.fcntl.flock, []
 
     def sweep_before_it_is_locked(handle: int, how: int) -> None:
-        monkeypatch.setattr(processes.fcntl, "flock", real)
+        monkeypatch.setattr(processes.fcntl, "flock", real_flock)
         swept.append(processes.sweep_dead_runs())
-        real(handle, how)
+        real_flock(handle, how)
 
     monkeypatch.setattr(processes.fcntl, "flock", sweep_before_it_is_locked)
-    one = RunFolder(ALIVE)
+    run_folder = RunFolder(LIVE_MARK)
     assert (swept, processes.sweep_dead_runs()) == ([[]], [])
-    assert processes.FOLDER_NAME.fullmatch(one.path.name)["mark"] == ALIVE
-    one.remove()
+    assert processes.FOLDER_NAME.fullmatch(run_folder.path.name)["mark"] == LIVE_MARK
+    run_folder.remove()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -101,22 +109,24 @@ def test_a_folder_that_was_never_locked_is_swept(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-        patch.setattr(Path, "rename", lambda self, to: full_disk())
-        RunFolder(ALIVE)
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith(f".steelyard-{ALIVE}-")
+        patch.setattr(Path, "rename", lambda self, to: raise_full_disk())
+        RunFolder(LIVE_MARK)
+    (leftover,) = tmp_path.iterdir()
+    assert leftover.name.startswith(f".steelyard-{LIVE_MARK}-")
     # a lock ends with its process, and this process still runs: pretend that nobody holds it
     monkeypatch.setattr(processes, "_is_unlocked", lambda path: True)
     assert (processes.sweep_dead_runs(), list(tmp_path.iterdir())) == ([], [])
 
 
-def full_disk() -> None:
+def raise_full_disk() -> None:
     """Raise the error of a full disk."""
     raise OSError("no space left on device")
 
 
 @pytest.mark.full
-def test_all_killed_at_once_and_a_rank_stopped(faulty: Shell, attacks: Attacks) -> None:
+def test_suspended_rank_ends_when_parent_and_agent_are_killed(
+    faulty: Shell, attacks: Attacks
+) -> None:
     """The suspended rank is woken by its agent's death, notices that it is alone and ends. The
     folder stays for the next run to sweep.
     """
@@ -132,22 +142,22 @@ def test_all_killed_at_once_and_a_rank_stopped(faulty: Shell, attacks: Attacks) 
         FAULTY_MARK=str(mark),
     )
     assert wait_for(mark.exists)
-    by_words = {
+    processes_by_role = {
         word: one
         for one in faulty.processes()
         for word in ("worker", "node")
         if f"steelyard.run.{word}" in one.cmdline()
     }
-    by_words["worker"].send_signal(signal.SIGSTOP)
-    assert wait_for(lambda: by_words["worker"].status() == psutil.STATUS_STOPPED)
+    processes_by_role["worker"].send_signal(signal.SIGSTOP)
+    assert wait_for(lambda: processes_by_role["worker"].status() == psutil.STATUS_STOPPED)
     process.send_signal(signal.SIGKILL)
-    by_words["node"].send_signal(signal.SIGKILL)
+    processes_by_role["node"].send_signal(signal.SIGKILL)
     process.wait()
-    assert faulty.nothing_left(15.0), [one.cmdline() for one in faulty.processes()]
-    (left,) = [path for path in faulty.tmp.iterdir() if path.name.startswith("steelyard-")]
-    done = faulty(*SMOKE, "--engine", "faulty", "--passes", "val", "--out", "records")
-    assert done.code == 0, done.err
-    assert not left.exists()
+    assert faulty.wait_until_ended(15.0), [one.cmdline() for one in faulty.processes()]
+    (leftover,) = [path for path in faulty.tmp.iterdir() if path.name.startswith("steelyard-")]
+    result = faulty(*SMOKE, "--engine", "faulty", "--passes", "val", "--out", "records")
+    assert result.code == 0, result.err
+    assert not leftover.exists()
     assert [one["status"] for one in faulty.records()] == ["failed", "valid"]
     attacks.add(
         "parent and agent killed, a rank stopped",

@@ -13,7 +13,7 @@ import pytest
 
 from fixtures.attacks import Attacks
 from fixtures.commands import CASE
-from fixtures.damage import changed_bytes, changed_value
+from fixtures.damage import damage_text, damage_value
 from fixtures.golden import golden
 from steelyard.case import resolve
 from steelyard.case.request import Request
@@ -28,11 +28,11 @@ from steelyard.run.worker_files import parse_rank_file
 
 pytestmark = pytest.mark.process
 
-TRIED = 600
+TRIES = 600
 
 
 @dataclass
-class Ended:
+class FinishedRun:
     """A finished run of two ranks, and the texts of their last rank files."""
 
     run: CaseRun
@@ -43,25 +43,29 @@ class Ended:
         file.
         """
         session = self.run.session
-        files = {one: parse_rank_file(said, one) for one, said in self.texts.items() if one != rank}
+        files = {
+            other_rank: parse_rank_file(other_text, other_rank)
+            for other_rank, other_text in self.texts.items()
+            if other_rank != rank
+        }
         session.results = replace(session.results, rank_files=files, unreadable={})
         session._store_rank_file(messages.make_rank_file_message(session.token, rank, text))
         return self.run._assemble_sound_record(find_failure(session.results, len(self.texts)))
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """Run the smoke case on two CPU ranks in this process, and return it with the rank files it
     received.
     """
     texts: dict[int, str] = {}
 
-    def keep(text: str, rank: int) -> Any:
+    def record_text(text: str, rank: int) -> Any:
         texts[rank] = text
         return parse_rank_file(text, rank)
 
     out = tmp_path_factory.mktemp("records")
-    asked = Request(
+    request = Request(
         resolve.resolve_case(CASE, "smoke"),
         accelerator="cpu",
         devices=2,
@@ -70,47 +74,47 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         hang_s=120.0,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "parse_rank_file", keep)
-        run = CaseRun(check_request(asked), None, None)
-        made, _ = run.run_and_record(None)
-    assert (made.status, sorted(texts)) == ("valid", [0, 1])
-    return Ended(run, texts)
+        patch.setattr(session, "parse_rank_file", record_text)
+        run = CaseRun(check_request(request), None, None)
+        run_record, _ = run.run_and_record(None)
+    assert (run_record.status, sorted(texts)) == ("valid", [0, 1])
+    return FinishedRun(run, texts)
 
 
-def test_the_same_files_make_the_same_record(ended: Ended) -> None:
-    made = ended.again(1, ended.texts[1])
-    assert (made.status, made.failure, len(made.ranks)) == ("valid", None, 2)
+def test_unchanged_rank_files_make_a_valid_record(ended: FinishedRun) -> None:
+    run_record = ended.again(1, ended.texts[1])
+    assert (run_record.status, run_record.failure, len(run_record.ranks)) == ("valid", None, 2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
-def test_any_change_of_a_rank_file_ends_in_a_record(
-    ended: Ended, rank: int, tmp_path: Path, attacks: Attacks
+def test_randomly_changed_rank_file_still_gives_a_record(
+    ended: FinishedRun, rank: int, tmp_path: Path, attacks: Attacks
 ) -> None:
     """A changed file may still be well formed; then the checks of the record judge it."""
-    draw = random.Random(rank)
-    seen: Counter[str] = Counter()
-    for number in range(TRIED // 2):
-        change = changed_bytes if number % 3 == 0 else changed_value
-        made = ended.again(rank, change(ended.texts[rank], draw))
-        path = record.write_record(made, tmp_path)
+    rng = random.Random(rank)
+    outcomes: Counter[str] = Counter()
+    for number in range(TRIES // 2):
+        change = damage_text if number % 3 == 0 else damage_value
+        run_record = ended.again(rank, change(ended.texts[rank], rng))
+        path = record.write_record(run_record, tmp_path)
         assert verify_record(path) == [], number
         path.unlink()
-        seen[made.reasons[0].code if made.reasons else made.status] += 1
-    assert seen["malformed"] > TRIED // 10, seen
-    assert set(seen) - {"valid", "malformed"} <= CODES, seen
-    told = ", ".join(f"{count} `{code}`" for code, count in sorted(seen.items()))
+        outcomes[run_record.reasons[0].code if run_record.reasons else run_record.status] += 1
+    assert outcomes["malformed"] > TRIES // 10, outcomes
+    assert set(outcomes) - {"valid", "malformed"} <= OTHER_REASON_CODES, outcomes
+    summary = ", ".join(f"{count} `{code}`" for code, count in sorted(outcomes.items()))
     attacks.add(
         f"file of rank {rank}, changed at random",
-        TRIED // 2,
+        TRIES // 2,
         "333 of 600: traceback, no record",
-        f"whole records: {told}",
+        f"whole records: {summary}",
     )
 
 
 # Other reasons that a changed rank file can cause: it claims that the rank did not end or failed,
 # or its counts and times do not add up.
-CODES = {
+OTHER_REASON_CODES = {
     "killed",
     "raised",
     "contradiction",
@@ -136,18 +140,18 @@ CODES = {
     ],
     ids=["empty", "cut", "a list", "deep", "half a character", "nothing"],
 )
-def test_what_is_no_rank_file_is_named_so(ended: Ended, text: str, why: str) -> None:
-    made = ended.again(1, text)
-    assert made.status == "failed"
-    assert made.reasons[0].code == "malformed"
-    assert made.reasons[0].text.startswith(golden("rank-1-left-result-that-cannot"))
-    assert why in made.reasons[0].text
-    assert made.failure is not None
-    assert (made.failure.rank, made.failure.host) == (1, "localhost")
-    assert [one.rank for one in made.ranks] == [0]
+def test_malformed_rank_file_is_reported(ended: FinishedRun, text: str, why: str) -> None:
+    run_record = ended.again(1, text)
+    assert run_record.status == "failed"
+    assert run_record.reasons[0].code == "malformed"
+    assert run_record.reasons[0].text.startswith(golden("rank-1-left-result-that-cannot"))
+    assert why in run_record.reasons[0].text
+    assert run_record.failure is not None
+    assert (run_record.failure.rank, run_record.failure.host) == (1, "localhost")
+    assert [rank.rank for rank in run_record.ranks] == [0]
 
 
-def test_the_file_of_another_rank(ended: Ended) -> None:
+def test_file_of_another_rank_is_reported(ended: FinishedRun) -> None:
     assert (
         ended.again(1, ended.texts[0])
         .reasons[0]
@@ -155,20 +159,24 @@ def test_the_file_of_another_rank(ended: Ended) -> None:
     )
 
 
-def test_a_file_that_did_not_arrive_whole(ended: Ended) -> None:
-    said = messages.make_rank_file_message(ended.run.session.token, 1, ended.texts[1])
-    ended.run.session._store_rank_file(said.model_copy(update={"text": said.text[:-1]}))
+def test_truncated_rank_file_message_is_reported(ended: FinishedRun) -> None:
+    message = messages.make_rank_file_message(ended.run.session.token, 1, ended.texts[1])
+    ended.run.session._store_rank_file(message.model_copy(update={"text": message.text[:-1]}))
     assert ended.run.session.results.unreadable == {1: "it did not arrive as it was sent"}
 
 
-def test_results_that_do_not_fit_together(ended: Ended) -> None:
+def test_contradictory_rank_files_are_malformed(ended: FinishedRun) -> None:
     """Each file is a valid rank file but together they make no record, so nothing that was measured
     is used.
     """
-    table = json.loads(ended.texts[1])
-    table["outputs"]["val"] = {"items": "all of them"}
-    made = ended.again(1, json.dumps(table))
-    assert (made.status, made.ranks, made.reasons[0].code) == ("failed", [], "malformed")
-    assert made.reasons[0].text.startswith(golden("what-the-ranks-left-cannot-be"))
-    assert made.failure is not None
-    assert "Traceback" in made.failure.stderr_tail
+    document = json.loads(ended.texts[1])
+    document["outputs"]["val"] = {"items": "all of them"}
+    run_record = ended.again(1, json.dumps(document))
+    assert (run_record.status, run_record.ranks, run_record.reasons[0].code) == (
+        "failed",
+        [],
+        "malformed",
+    )
+    assert run_record.reasons[0].text.startswith(golden("what-the-ranks-left-cannot-be"))
+    assert run_record.failure is not None
+    assert "Traceback" in run_record.failure.stderr_tail

@@ -16,7 +16,7 @@ from typing import IO, Any
 import pytest
 
 from fixtures.attacks import Attacks
-from fixtures.commands import SMOKE, Shell, finish, wait_for
+from fixtures.commands import SMOKE, Shell, wait_for, wait_for_result
 from fixtures.golden import golden
 from steelyard.cli import printing
 
@@ -53,7 +53,7 @@ def stopped() -> Iterator[Stream]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("stderr", [full, nobody_reads, stopped], ids=lambda one: one.__name__)
-def test_a_run_ends_as_it_would(
+def test_run_succeeds_when_stdout_and_stderr_fail(
     faulty: Shell, stderr: Callable[[], Iterator[Stream]], attacks: Attacks
 ) -> None:
     """The run is repeated, so it must go on after the first. Its final output is lost too.
@@ -76,7 +76,7 @@ def test_a_run_ends_as_it_would(
             "--out",
             str(faulty.out),
         ]
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             cwd=faulty.folder,
             env=faulty.env(),
@@ -86,8 +86,8 @@ def test_a_run_ends_as_it_would(
             timeout=300,
             check=False,
         )
-    assert done.returncode == 0
-    assert [one["status"] for one in faulty.records()] == ["valid", "valid"]
+    assert result.returncode == 0
+    assert [record["status"] for record in faulty.records()] == ["valid", "valid"]
     name = stderr.__name__.replace("_", " ")
     attacks.add(
         f"stdout and stderr: {name}",
@@ -98,9 +98,9 @@ def test_a_run_ends_as_it_would(
 
 
 @pytest.mark.full
-def test_nothing_is_open(faulty: Shell, attacks: Attacks) -> None:
+def test_run_succeeds_with_closed_streams(faulty: Shell, attacks: Attacks) -> None:
     """With stdin, stdout and stderr closed, no file of the run may get their descriptors."""
-    words = " ".join(
+    shell_line = " ".join(
         [
             "exec",
             sys.executable,
@@ -115,21 +115,21 @@ def test_nothing_is_open(faulty: Shell, attacks: Attacks) -> None:
             "2>&-",
         ]
     )
-    done = subprocess.run(
-        ["sh", "-c", words], cwd=faulty.folder, env=faulty.env(), timeout=300, check=False
+    result = subprocess.run(
+        ["sh", "-c", shell_line], cwd=faulty.folder, env=faulty.env(), timeout=300, check=False
     )
-    assert done.returncode == 0
-    assert [one["status"] for one in faulty.records()] == ["valid"]
+    assert result.returncode == 0
+    assert [record["status"] for record in faulty.records()] == ["valid"]
     attacks.add("stdin, stdout and stderr: closed", 1, "exit code 1", "exit code 0, a record")
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(("list",), 1), (("run", "no-such-case"), 2)])
-def test_an_answer_that_is_all_there_is_must_arrive(
+def test_unwritable_stdout_fails_a_command_that_only_prints(
     shell: Shell, arguments: tuple[str, ...], code: int
 ) -> None:
     """An answer that nobody received is no success; a wrong request keeps exit code 2."""
     with Path("/dev/full").open("w") as out:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-P", "-m", "steelyard", *arguments],
             env=shell.env(),
             stdout=out,
@@ -138,25 +138,25 @@ def test_an_answer_that_is_all_there_is_must_arrive(
             timeout=300,
             check=False,
         )
-    assert done.returncode == code
-    assert done.stderr.startswith(
+    assert result.returncode == code
+    assert result.stderr.startswith(
         golden("error-stdout-cannot-be-written-no-2") if code == 1 else "error: no case"
     )
 
 
-def test_a_character_that_a_terminal_lacks_is_spelled_as_json_does(shell: Shell) -> None:
-    told = {"é": "…", "a": "\U0001f600"}
-    program = f"from steelyard.cli import printing\nwith printing.protect_streams(): printing.print_json({told!a})"
+def test_unencodable_characters_are_escaped_as_in_json(shell: Shell) -> None:
+    value = {"é": "…", "a": "\U0001f600"}
+    program = f"from steelyard.cli import printing\nwith printing.protect_streams(): printing.print_json({value!a})"
     command = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         env=shell.env(PYTHONIOENCODING="ascii"),
         capture_output=True,
         timeout=300,
         check=True,
     )
-    assert done.stdout.isascii()
-    assert json.loads(done.stdout) == told
+    assert result.stdout.isascii()
+    assert json.loads(result.stdout) == value
 
 
 @pytest.mark.full
@@ -165,7 +165,7 @@ def test_a_character_that_a_terminal_lacks_is_spelled_as_json_does(shell: Shell)
     [(signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, "SIGTERM")],
     ids=["ssh", "nohup"],
 )
-def test_a_connection_that_drops_leaves_a_record(
+def test_hangup_leaves_a_record_except_under_nohup(
     faulty: Shell, before: signal.Handlers, told: str
 ) -> None:
     """Under nohup, SIGHUP is ignored."""
@@ -185,26 +185,26 @@ def test_a_connection_that_drops_leaves_a_record(
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1.0)
         process.send_signal(signal.SIGTERM)
-    assert finish(process).code == 1
+    assert wait_for_result(process).code == 1
     (record,) = faulty.records()
     assert record["reasons"][0]["code"] == "interrupted"
     assert record["reasons"][0]["text"].startswith(f"interrupted by {told}, in phase ")
-    assert faulty.nothing_left(1.0)
+    assert faulty.wait_until_ended(1.0)
 
 
-def test_what_is_said_waits_for_nobody() -> None:
+def test_stderr_never_blocks_on_a_full_pipe() -> None:
     """Pieces beyond the backlog are dropped, and the end does not wait for ever."""
-    ended = threading.Event()
+    finished = threading.Event()
 
-    def say(stream: printing.BackgroundStderr) -> None:
+    def write_twice_the_backlog(stream: printing.BackgroundStderr) -> None:
         for _ in range(printing.MAX_WAITING * 2):
             stream.write("é")
         stream.finish(0.05)
-        ended.set()
+        finished.set()
 
     with contextmanager(stopped)() as write:
         assert isinstance(write, int)
         stream = printing.BackgroundStderr(write, "utf-8")
-        threading.Thread(target=say, args=(stream,), daemon=True).start()
-        assert ended.wait(30)
+        threading.Thread(target=write_twice_the_backlog, args=(stream,), daemon=True).start()
+        assert finished.wait(30)
         assert stream._pieces.qsize() <= printing.MAX_WAITING + 1

@@ -26,16 +26,16 @@ STEERING = re.compile(
 def test_answers_and_errors_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     printing.print_stdout(f"{HOSTILE}\n\tsecond line, é 中 ━")
     printing.print_stderr(HOSTILE)
-    got = capsys.readouterr()
-    assert got.out == f"{ESCAPED}\n\tsecond line, é 中 ━\n"
-    assert got.err == f"{ESCAPED}\n"
+    captured = capsys.readouterr()
+    assert captured.out == f"{ESCAPED}\n\tsecond line, é 中 ━\n"
+    assert captured.err == f"{ESCAPED}\n"
 
 
-def test_one_line_is_one_and_says_what_stood_there() -> None:
+def test_one_line_escapes_control_characters() -> None:
     assert printing.to_one_line("a\x1b[2J\n\tb\u202ec\u2028d") == "a\\u001b[2J b\\u202ec d"
 
 
-def test_json_keeps_its_own_escaping_and_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_escaped_and_keeps_its_value(capsys: pytest.CaptureFixture[str]) -> None:
     value = {HOSTILE: [f'{HOSTILE}\n\t\U000e0041 中 \\ "']}
     printing.print_json(value)
     text = capsys.readouterr().out
@@ -45,17 +45,17 @@ def test_json_keeps_its_own_escaping_and_its_value(capsys: pytest.CaptureFixture
 
 
 def test_progress_is_escaped() -> None:
-    seen = io.StringIO()
-    console = Console(file=seen, force_terminal=True, width=200, color_system=None)
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=200, color_system=None)
     with ProgressDisplay(console, HOSTILE) as display:
         display.show(PhaseProgress(f"infer\n{HOSTILE}", 1, 2, 1.0))
-    text = re.sub("\x1b\\[[0-9?]*[A-Za-z]|\r", "", seen.getvalue())  # remove escapes of rich
+    text = re.sub("\x1b\\[[0-9?]*[A-Za-z]|\r", "", output.getvalue())  # remove escapes of rich
     line = ESCAPED.replace("\\r", " ")
     assert f"infer {line}" in text
     assert not STEERING.search(text)
 
 
-def test_a_title_and_a_files_name_come_out_escaped(shell: Shell, tmp_path: Path) -> None:
+def test_titles_and_file_names_are_escaped(shell: Shell, tmp_path: Path) -> None:
     from importlib import resources
 
     name = os.fsdecode(b"x\x1b[31m\x9b\xe2\x80\xae.toml")
@@ -64,10 +64,10 @@ def test_a_title_and_a_files_name_come_out_escaped(shell: Shell, tmp_path: Path)
     path.write_text(
         re.sub(r"(?m)^title = .*$", 'title = "red \\\\u001b[31m \\\\u202e title"', case, count=1)
     )
-    done = shell("show", path)
-    assert "red \\u001b[31m \\u202e title" in done.out
-    assert not STEERING.search(done.out + done.err)
-    done = shell("verify", tmp_path / f"{name}.absent")
-    assert done.code == 2
-    assert "x\\u001b[31m" in done.err
-    assert not STEERING.search(done.out + done.err)
+    result = shell("show", path)
+    assert "red \\u001b[31m \\u202e title" in result.out
+    assert not STEERING.search(result.out + result.err)
+    result = shell("verify", tmp_path / f"{name}.absent")
+    assert result.code == 2
+    assert "x\\u001b[31m" in result.err
+    assert not STEERING.search(result.out + result.err)

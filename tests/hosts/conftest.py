@@ -16,38 +16,38 @@ from hosts.slurm import Slurm
 
 pytest.register_assert_rewrite("hosts.runs")
 
-from hosts.runs import Runs  # noqa: E402  only now its assertions say what they found
+from hosts.runs import LoginShell  # noqa: E402  only now its assertions say what they found
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """A running cluster of two compute hosts and a login host."""
-    with ExitStack() as until_the_end:
+    with ExitStack() as stack:
         try:
-            packages.provide(packages.HOSTS)
-            yield until_the_end.enter_context(running_cluster())
-        except packages.UnavailableError as why:
-            pytest.skip(str(why))
+            packages.install_missing(packages.HOST_PROGRAMS)
+            yield stack.enter_context(running_cluster())
+        except packages.UnavailableError as error:
+            pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
 def slurm(cluster: Cluster) -> Slurm:
     """A running Slurm on the cluster."""
     try:
-        packages.provide(packages.SLURM)
-    except packages.UnavailableError as why:
-        pytest.skip(str(why))
-    one = Slurm(cluster)
-    one.start()
-    return one
+        packages.install_missing(packages.SLURM_PROGRAMS)
+    except packages.UnavailableError as error:
+        pytest.skip(str(error))
+    started = Slurm(cluster)
+    started.start()
+    return started
 
 
 @pytest.fixture
-def runs(cluster: Cluster, tmp_path: Path) -> Iterator[Runs]:
+def runs(cluster: Cluster, tmp_path: Path) -> Iterator[LoginShell]:
     """The command line on the login host, which reaches the other hosts through ssh."""
-    one = Runs(cluster, tmp_path)
-    yield one
-    one.clean()
+    login_shell = LoginShell(cluster, tmp_path)
+    yield login_shell
+    login_shell.clean()
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +61,6 @@ def as_found(request: pytest.FixtureRequest) -> Iterator[None]:
     )
     yield
     if cluster is not None:
-        cluster.mend_all()
+        cluster.restore_links()
     if slurm is not None:
         slurm.tidy()

@@ -27,9 +27,9 @@ def network_of(pid: int | str) -> str | None:
 def processes_in(network: str) -> list[int]:
     """Return the ids of the processes in a network namespace."""
     return [
-        int(one.name)
-        for one in Path("/proc").iterdir()
-        if one.name.isdigit() and network_of(one.name) == network
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and network_of(entry.name) == network
     ]
 
 

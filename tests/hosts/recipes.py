@@ -4,17 +4,17 @@ import re
 import sys
 from pathlib import Path
 
-from hosts.runs import Runs
+from hosts.runs import LoginShell
 
-PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
-BIN = Path(sys.executable).parent
+CLUSTERS_PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
+PYTHON_FOLDER = Path(sys.executable).parent
 # Text on the page → text for the test cluster: two hosts with a CPU each, tiny sizes, and GPUs that
 # exist only in Slurm's configuration.
-NAMES = {
+REPLACEMENTS = {
     "north": "node1",
     "south": "node2",
     "ib0": "eth0",
-    "/opt/steelyard/bin": str(BIN),
+    "/opt/steelyard/bin": str(PYTHON_FOLDER),
     "module load cuda/12.8": "echo prepared",
     'partition = "gpu"': 'partition = "debug"',
     "devices = 8": "devices = 1",
@@ -27,27 +27,31 @@ NAMES = {
 }
 
 
-def blocks(language: str, *texts: str) -> list[str]:
+def find_code_blocks(language: str, *texts: str) -> list[str]:
     """Return the code blocks of a language that hold all of these texts, as the page has them."""
-    found = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    return [block for block in found if all(text in block for text in texts)]
+    all_blocks = re.findall(
+        rf"^```{language}\n(.*?)^```", CLUSTERS_PAGE.read_text(), re.DOTALL | re.MULTILINE
+    )
+    return [block for block in all_blocks if all(text in block for text in texts)]
 
 
-def block(language: str, *texts: str) -> str:
+def read_recipe(language: str, *texts: str) -> str:
     """Return the only such block, with the page's names replaced by those of the cluster."""
-    [found] = blocks(language, *texts)
-    for there, here in NAMES.items():
-        found = found.replace(there, here)
-    return found
+    [code] = find_code_blocks(language, *texts)
+    for page_text, cluster_text in REPLACEMENTS.items():
+        code = code.replace(page_text, cluster_text)
+    return code
 
 
-def write_site(runs: Runs, launcher: str) -> None:
+def write_recipe_site(runs: LoginShell, launcher: str) -> None:
     """Write the site file of the page for a launcher, with temporary files where tests look for
     them.
     """
-    text, there = block("toml", f'launcher = "{launcher}"'), f'TMPDIR = "{runs.tmp}"'
-    table = "[environment]\n"
+    text, tmpdir_line = read_recipe("toml", f'launcher = "{launcher}"'), f'TMPDIR = "{runs.tmp}"'
+    header = "[environment]\n"
     text = (
-        text.replace(table, f"{table}{there}\n") if table in text else f"{text}\n{table}{there}\n"
+        text.replace(header, f"{header}{tmpdir_line}\n")
+        if header in text
+        else f"{text}\n{header}{tmpdir_line}\n"
     )
-    runs.put_site(text)
+    runs.write_site_file(text)

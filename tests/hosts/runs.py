@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fixtures.commands import Done, finish, wait_for
-from hosts.cluster import MARK, Cluster, kill
+from fixtures.commands import CommandResult, wait_for, wait_for_result
+from hosts.cluster import MARK_VARIABLE, Cluster, kill_and_wait
 from hosts.host import network_of
 
 STEELYARD = [sys.executable, "-P", "-m", "steelyard"]
@@ -18,7 +18,7 @@ SILENCE_S = 5.0  # after so many seconds without a message a host is lost
 
 
 @dataclass
-class Runs:
+class LoginShell:
     """A user's folder on the login host, with a site file and records; all processes started from
     it carry a mark.
 
@@ -56,7 +56,7 @@ class Runs:
         None leaves out a default key. Temporary files of the hosts go into `tmp`; `environment`
         adds variables.
         """
-        told: dict[str, Any] = {
+        site_keys: dict[str, Any] = {
             "launcher": self.launcher,
             "hosts": list(self.cluster.hosts),
             "interface": "eth0",
@@ -64,9 +64,11 @@ class Runs:
             "silence_s": SILENCE_S,
         } | keys
         variables = {"TMPDIR": str(self.tmp)} | (environment or {})
-        told |= {f"environment.{name}": value for name, value in variables.items()}
-        lines = [f"{key} = {json.dumps(value)}" for key, value in told.items() if value is not None]
-        self.put_site("\n".join([*lines, more]))
+        site_keys |= {f"environment.{name}": value for name, value in variables.items()}
+        lines = [
+            f"{key} = {json.dumps(value)}" for key, value in site_keys.items() if value is not None
+        ]
+        self.write_site_file("\n".join([*lines, more]))
 
     @property
     def site_file(self) -> Path:
@@ -75,7 +77,7 @@ class Runs:
         """
         return self.folder / "config" / "steelyard" / "site.toml"
 
-    def put_site(self, text: str) -> None:
+    def write_site_file(self, text: str) -> None:
         """Write this text as the site file, readable by its owner alone."""
         self.site_file.parent.mkdir(parents=True, exist_ok=True)
         self.site_file.write_text(text)
@@ -83,55 +85,63 @@ class Runs:
 
     def start(self, *arguments: str | Path, **variables: str) -> "subprocess.Popen[str]":
         """Start `steelyard ARGUMENTS` on the login host, in the folder."""
-        return self.command([*STEELYARD, *map(str, arguments)], **variables)
+        return self.start_command([*STEELYARD, *map(str, arguments)], **variables)
 
-    def command(self, argv: Sequence[str | Path], **variables: str) -> "subprocess.Popen[str]":
+    def start_command(
+        self, argv: Sequence[str | Path], **variables: str
+    ) -> "subprocess.Popen[str]":
         """Start any command on the login host, in the folder."""
-        mine = {MARK: self.mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.tmp)}
-        mine["XDG_CONFIG_HOME"] = str(self.folder / "config")
-        return self.cluster.on(
+        login_variables = {
+            MARK_VARIABLE: self.mark,
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.tmp),
+        }
+        login_variables["XDG_CONFIG_HOME"] = str(self.folder / "config")
+        return self.cluster.start_command(
             self.cluster.login,
             argv,
-            env={**mine, **variables},
+            env={**login_variables, **variables},
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=_listen,
+            preexec_fn=_restore_sigint,
         )
 
-    def __call__(self, *arguments: str | Path, timeout_s: float = 600.0, **variables: str) -> Done:
-        return finish(self.start(*arguments, **variables), timeout_s)
+    def __call__(
+        self, *arguments: str | Path, timeout_s: float = 600.0, **variables: str
+    ) -> CommandResult:
+        return wait_for_result(self.start(*arguments, **variables), timeout_s)
 
     def records(self) -> list[dict[str, Any]]:
         """Return all records in the folder for records as dicts, sorted by file name."""
         return [json.loads(path.read_text()) for path in sorted(self.out.glob("*.json"))]
 
-    def record(self, *arguments: str | Path, **variables: str) -> dict[str, Any]:
+    def run_valid(self, *arguments: str | Path, **variables: str) -> dict[str, Any]:
         """Run `steelyard run` and return its record, which must be valid, verify, and be all that
         the run leaves behind.
         """
         out = self.folder / f"records-{len(list(self.folder.glob('records*')))}"
-        done = self("run", *arguments, "--out", out, **variables)
-        assert done.code == 0, done.err
-        assert self.left() == []
+        result = self("run", *arguments, "--out", out, **variables)
+        assert result.code == 0, result.err
+        assert self.find_leftovers() == []
         [path] = out.iterdir()
-        checked = self("verify", path)
-        assert (checked.code, checked.err) == (0, ""), checked.out
-        made: dict[str, Any] = json.loads(path.read_text())
-        assert made["status"] == "valid"
-        return made
+        verification = self("verify", path)
+        assert (verification.code, verification.err) == (0, ""), verification.out
+        contents: dict[str, Any] = json.loads(path.read_text())
+        assert contents["status"] == "valid"
+        return contents
 
-    def refusal(self, *arguments: str | Path, **variables: str) -> str:
+    def run_refused(self, *arguments: str | Path, **variables: str) -> str:
         """Return the error line of a run that is refused before it starts; nothing of it may be
         left on any host.
         """
-        done = self("run", *arguments, **variables)
-        assert (done.code, done.out) == (2, ""), done.err
-        assert self.left() == []
+        result = self("run", *arguments, **variables)
+        assert (result.code, result.out) == (2, ""), result.err
+        assert self.find_leftovers() == []
         assert not list(self.out.glob("**/*"))
-        site, line = done.lines
+        site, line = result.lines
         assert site == f"site: {self.site_file}"
         return line.removeprefix("error: ")
 
@@ -139,41 +149,41 @@ class Runs:
         """Return the ids of all processes that carry the mark, on any host."""
         return self.cluster.processes(self.mark)
 
-    def workers(self, host: str) -> list[int]:
+    def find_workers(self, host: str) -> list[int]:
         """Return the process ids of the ranks on a host."""
-        there = network_of(self.cluster.keepers[host].pid)
-        ours = [pid for pid in self.processes() if network_of(pid) == there]
+        network = network_of(self.cluster.keepers[host].pid)
+        pids = [pid for pid in self.processes() if network_of(pid) == network]
         return [
             pid
-            for pid in ours
+            for pid in pids
             if b"steelyard.run.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
 
-    def phase(self) -> str | None:
+    def read_phase(self) -> str | None:
         """Return the phase of rank 0 in the progress file; None before there is one."""
         for path in self.tmp.glob("steelyard-*/progress.json"):
             return str(json.loads(path.read_text())["phase"])
         return None
 
-    def left(self, within_s: float = 5.0) -> list[int | str]:
+    def find_leftovers(self, within_s: float = 5.0) -> list[int | str]:
         """Return the processes of this folder that have not ended within so many seconds, and the
         temporary folders of runs.
 
         Torch's caches beside them do not count.
         """
-        self.nothing_left(within_s)
+        self.wait_until_ended(within_s)
         return [*self.processes(), *(path.name for path in self.tmp.glob("steelyard-*"))]
 
-    def nothing_left(self, within_s: float = 0.0) -> bool:
+    def wait_until_ended(self, within_s: float = 0.0) -> bool:
         """Return whether all processes of this folder end within so many seconds."""
         return wait_for(lambda: not self.processes(), within_s)
 
     def clean(self) -> None:
         """Kill the processes that a failed test left behind: those with this folder's mark."""
-        kill(self.processes())
+        kill_and_wait(self.processes())
 
 
-def _listen() -> None:
+def _restore_sigint() -> None:
     """Let the child handle SIGINT as if started from a terminal: a test runner in the background
     hands down that it is ignored.
     """

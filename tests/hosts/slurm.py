@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fixtures.commands import wait_for
-from hosts.cluster import Cluster, kill
-from hosts.packages import tool
+from hosts.cluster import Cluster, kill_and_wait
+from hosts.packages import require_program
 
 GPUS = 2
 NULL_DEVICE = os.makedev(1, 3)
@@ -67,9 +67,9 @@ class Slurm:
         """Run a command on the login host, which must succeed, and return its stdout without
         surrounding space.
         """
-        done = self.cluster.run(self.cluster.login, argv, env)
-        assert done.returncode == 0, (argv, done.stdout, done.stderr)
-        return done.stdout.strip()
+        result = self.cluster.run(self.cluster.login, argv, env)
+        assert result.returncode == 0, (argv, result.stdout, result.stderr)
+        return result.stdout.strip()
 
     def job_state(self, job: str) -> str | None:
         """Return the state of a job as squeue prints it (`RUNNING`, `PENDING`, …); None for a job
@@ -84,11 +84,11 @@ class Slurm:
         processes stay. Returns the killed ids.
         """
         self._killed.add(host)
-        return kill(self.cluster.pids(host, "slurmd", "slurmstepd"))
+        return kill_and_wait(self.cluster.find_pids(host, "slurmd", "slurmstepd"))
 
     def start_slurmd(self, host: str) -> None:
         """Start slurmd again and wait until the node is idle."""
-        self._daemon(host, "slurmd")
+        self._start_daemon(host, "slurmd")
         self._killed.discard(host)
         self._await_idle(host)
 
@@ -96,7 +96,7 @@ class Slurm:
         """Cancel all jobs, start daemons that a test killed, and wait until all nodes are idle."""
         self("scancel", "--user=root")
         for host in tuple(self._killed):
-            self._daemon(host, "slurmd")
+            self._start_daemon(host, "slurmd")
         self._killed.clear()
         self._await_idle(*self.cluster.hosts)
 
@@ -105,9 +105,9 @@ class Slurm:
         cluster = self.cluster
         self._write_config()
         self._start_munged()
-        self._daemon(cluster.login, "slurmctld", "-c")
+        self._start_daemon(cluster.login, "slurmctld", "-c")
         for host in cluster.hosts:
-            self._daemon(host, "slurmd")
+            self._start_daemon(host, "slurmd")
         self._await_idle(*self.cluster.hosts)
 
     def _write_config(self) -> None:
@@ -146,16 +146,22 @@ class Slurm:
             **{f"{name}-file": self.folder / f"munge.{name}" for name in ("pid", "log", "seed")},
         }
         options = [f"--{name}={path}" for name, path in files.items()]
-        self._daemon(self.cluster.login, "munged", f"--socket={self.folder}/munge.socket", *options)
+        self._start_daemon(
+            self.cluster.login, "munged", f"--socket={self.folder}/munge.socket", *options
+        )
 
-    def _daemon(self, host: str, name: str, *options: str) -> None:
+    def _start_daemon(self, host: str, name: str, *options: str) -> None:
         """Start a daemon on a host and wait until it is in the background. Raises RuntimeError if
         it fails.
         """
         error = self.folder / f"{host}.{name}.err"
         with error.open("w") as file:
-            process = self.cluster.on(
-                host, [tool(name), *options], stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            process = self.cluster.start_command(
+                host,
+                [require_program(name), *options],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
             )
             code = process.wait(timeout=300)
         if code:
@@ -169,13 +175,13 @@ class Slurm:
         """
         states: list[str] = []
 
-        def idle() -> bool:
+        def all_idle() -> bool:
             states[:] = self(
                 "sinfo", "--noheader", "--Node", "--format=%T", f"--nodes={','.join(hosts)}"
             ).split()
             return states == ["idle"] * len(hosts)
 
-        if not wait_for(idle):
+        if not wait_for(all_idle):
             raise RuntimeError(f"Slurm's nodes {hosts} are {states}, not idle: {self._log_tail()}")
 
     def _log_tail(self) -> str:

@@ -16,21 +16,21 @@ import pytest
 
 from fixtures.commands import SRC
 from hosts.cluster import Cluster
-from hosts.runs import Runs
+from hosts.runs import LoginShell
 
 DOUBLE = Path(__file__).parents[1] / "fixtures" / "packages" / "double_engine"
 PATH = os.pathsep.join((str(DOUBLE), str(SRC)))
 EXACT = 1e-8
 # Two hosts with two ranks each, one host with four ranks, and one process.
-HOSTS = ("--nodes", "2", "--devices", "2")
-FOUR = ("--launcher", "local", "--devices", "4")
-ONE = ("--launcher", "local", "--devices", "1")
+TWO_HOSTS = ("--nodes", "2", "--devices", "2")
+FOUR_RANKS = ("--launcher", "local", "--devices", "4")
+ONE_PROCESS = ("--launcher", "local", "--devices", "1")
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParityCase:
     """A case and a parallel plan whose numbers are compared with those of one process.
 
     `numbers` is how many numbers are compared at least, `within` the relative tolerance of floats.
@@ -45,154 +45,171 @@ class Asked:
 
     def arguments(self, *more: str) -> list[str]:
         """Return the arguments of `steelyard run` for this case, followed by `more`."""
-        told = [part for setting in self.settings for part in ("--set", setting)]
-        return [self.case, "--size", "smoke", "--accelerator", "cpu", *self.options, *told, *more]
+        set_options = [part for setting in self.settings for part in ("--set", setting)]
+        return [
+            self.case,
+            "--size",
+            "smoke",
+            "--accelerator",
+            "cpu",
+            *self.options,
+            *set_options,
+            *more,
+        ]
 
 
 LLAMA = ("llama1-7b-openwebtext", ("--steps", "8"))
-DP4, TP2PP2, DP2 = (Asked(LLAMA[0], plan, 8 * 3 + 8, LLAMA[1]) for plan in ("DP4", "TP2PP2", "DP2"))
+DP4, TP2PP2, DP2 = (
+    ParityCase(LLAMA[0], plan, 8 * 3 + 8, LLAMA[1]) for plan in ("DP4", "TP2PP2", "DP2")
+)
 # Without dropout, since replicas draw other masks than one process. 30 steps include the evaluation
 # after step 25.
-GLM = Asked(
+GLM = ParityCase(
     "glm-large-record", "DP4", 30 * 3 + 96, ("--steps", "30"), ("question.model.dropout=0",)
 )
 # a wider tolerance, since losses are computed from logits in fp32 even in float64 runs
-LAMBADA = Asked("aquila2-34b-lambada", "TP4", 2 * 2 * 64, within=1e-6)
-MMLU = Asked("llama2-7b-mmlu", "DP4", 2 * 48)
-LONG = [pytest.param(one, marks=pytest.mark.long) for one in (GLM, LAMBADA)]
+LAMBADA = ParityCase("aquila2-34b-lambada", "TP4", 2 * 2 * 64, within=1e-6)
+MMLU = ParityCase("llama2-7b-mmlu", "DP4", 2 * 48)
+LONG_CASES = [pytest.param(one, marks=pytest.mark.long) for one in (GLM, LAMBADA)]
 
 
-def named(value: object) -> str | None:
+def make_test_id(value: object) -> str | None:
     """Return the test id of a parity case; None for other values."""
-    return f"{value.case}-{value.parallel}" if isinstance(value, Asked) else None
+    return f"{value.case}-{value.parallel}" if isinstance(value, ParityCase) else None
 
 
 @pytest.fixture(scope="module")
 def one_process(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Asked], Record]:
+) -> Callable[[ParityCase], Record]:
     """A function that returns the record of one process for a parity case, made once for all plans
     of a question.
     """
-    made: dict[tuple[Any, ...], Record] = {}
+    records: dict[tuple[Any, ...], Record] = {}
 
-    def record(asked: Asked) -> Record:
+    def record(asked: ParityCase) -> Record:
         question = (asked.case, asked.options, asked.settings)
-        if question not in made:
-            runs = Runs(cluster, tmp_path_factory.mktemp("one"))
-            made[question] = runs.record(
-                *asked.arguments(*ONE, "--engine", "double"), PYTHONPATH=PATH
+        if question not in records:
+            runs = LoginShell(cluster, tmp_path_factory.mktemp("one"))
+            records[question] = runs.run_valid(
+                *asked.arguments(*ONE_PROCESS, "--engine", "double"), PYTHONPATH=PATH
             )
-        return made[question]
+        return records[question]
 
     return record
 
 
-def double(runs: Runs, asked: Asked, *where: str) -> Record:
+def run_in_float64(runs: LoginShell, case: ParityCase, *placement: str) -> Record:
     """Run a parity case in float64 on these hosts and return its record. The engine's package is on
     the path of all hosts.
     """
     runs.write_site(prologue=f"export PYTHONPATH={shlex.quote(PATH)}")
-    return runs.record(
-        *asked.arguments(*where, "--parallel", asked.parallel, "--engine", "double"),
+    return runs.run_valid(
+        *case.arguments(*placement, "--parallel", case.parallel, "--engine", "double"),
         PYTHONPATH=PATH,
     )
 
 
-def numbers(record: Record) -> dict[str, Any]:
+def collect_numbers(record: Record) -> dict[str, Any]:
     """Return all that a run computed, by path: loss and gradient norm of every step, outputs, and
     scored metrics.
     """
     scores = {
-        name: one["value"]
-        for name, one in record["metrics"].items()
+        name: metric["value"]
+        for name, metric in record["metrics"].items()
         if name.startswith(("loss", "acc", "perplexity"))
     }
-    return flat({"steps": steps(record), "outputs": record["outputs"], "scores": scores})
+    return flatten_leaves(
+        {"steps": read_step_values(record), "outputs": record["outputs"], "scores": scores}
+    )
 
 
-def steps(record: Record) -> list[dict[str, float]]:
+def read_step_values(record: Record) -> list[dict[str, float]]:
     """Return the values (loss, gradient norm, …) of rank 0's training steps."""
     return [
-        one["values"]
-        for one in record["samples"]
-        if one["pass"] == "train" and one["rank"] == 0 and one["counts"]
+        sample["values"]
+        for sample in record["samples"]
+        if sample["pass"] == "train" and sample["rank"] == 0 and sample["counts"]
     ]
 
 
-def flat(table: Any, place: str = "") -> dict[str, Any]:
+def flatten_leaves(tree: Any, path: str = "") -> dict[str, Any]:
     """Return the leaves of nested dicts and lists by their path, parts separated by `/`."""
     pairs = (
-        table.items()
-        if isinstance(table, dict)
-        else enumerate(table)
-        if isinstance(table, list)
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
         else None
     )
     if pairs is None:
-        return {place: table}
+        return {path: tree}
     return {
-        name: value for key, inner in pairs for name, value in flat(inner, f"{place}/{key}").items()
+        name: value
+        for key, inner in pairs
+        for name, value in flatten_leaves(inner, f"{path}/{key}").items()
     }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("asked", [DP4, TP2PP2, MMLU, *LONG], ids=named)
-def test_two_hosts_answer_as_one_process(
-    runs: Runs, one_process: Callable[[Asked], Record], asked: Asked
+@pytest.mark.parametrize("asked", [DP4, TP2PP2, MMLU, *LONG_CASES], ids=make_test_id)
+def test_two_hosts_compute_the_numbers_of_one_process(
+    runs: LoginShell, one_process: Callable[[ParityCase], Record], asked: ParityCase
 ) -> None:
-    record, alone = double(runs, asked, *HOSTS), one_process(asked)
-    assert [(one["name"], one["ranks"]) for one in record["hosts"]] == [
+    record, alone = run_in_float64(runs, asked, *TWO_HOSTS), one_process(asked)
+    assert [(entry["name"], entry["ranks"]) for entry in record["hosts"]] == [
         ("node1", [0, 1]),
         ("node2", [2, 3]),
     ]
-    assert [(one["rank"], one["host"]) for one in record["ranks"]] == [
+    assert [(entry["rank"], entry["host"]) for entry in record["ranks"]] == [
         (0, "node1"),
         (1, "node1"),
         (2, "node2"),
         (3, "node2"),
     ]
     assert record["case"]["key"] == alone["case"]["key"]
-    found, expected = numbers(record), numbers(alone)
+    computed, expected = collect_numbers(record), collect_numbers(alone)
     assert len(expected) >= asked.numbers
-    assert found.keys() == expected.keys()
+    assert computed.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name] == (
+        assert computed[name] == (
             pytest.approx(value, abs=0, rel=asked.within) if isinstance(value, float) else value
         ), name
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("asked", [DP4, TP2PP2, MMLU, GLM, LAMBADA], ids=named)
-def test_two_hosts_are_bit_equal_to_four_ranks_on_one(runs: Runs, asked: Asked) -> None:
+@pytest.mark.parametrize("asked", [DP4, TP2PP2, MMLU, GLM, LAMBADA], ids=make_test_id)
+def test_two_hosts_are_bit_equal_to_four_ranks_on_one_host(
+    runs: LoginShell, asked: ParityCase
+) -> None:
     """Computed in fp32, as users run it."""
     plan = ("--parallel", asked.parallel)
-    assert numbers(runs.record(*asked.arguments(*HOSTS, *plan))) == numbers(
-        runs.record(*asked.arguments(*FOUR, *plan))
+    assert collect_numbers(runs.run_valid(*asked.arguments(*TWO_HOSTS, *plan))) == collect_numbers(
+        runs.run_valid(*asked.arguments(*FOUR_RANKS, *plan))
     )
 
 
 @pytest.mark.full
-def test_a_clock_that_is_off(
-    cluster: Cluster, runs: Runs, one_process: Callable[[Asked], Record]
+def test_a_clock_offset_between_hosts_is_corrected(
+    cluster: Cluster, runs: LoginShell, one_process: Callable[[ParityCase], Record]
 ) -> None:
     """The clock of node2 is five seconds ahead. All times of a record are on the parent's clock."""
     with cluster.clock_offset("node2", 5):
-        record = double(runs, DP2, "--nodes", "2")
+        record = run_in_float64(runs, DP2, "--nodes", "2")
     near, far = record["hosts"]
     assert (near["clock_offset_s"], near["clock_drift"]) == (0, 0)
     assert abs(far["clock_offset_s"] - 5) <= far["clock_uncertainty_s"] < 0.1
-    windows = {(one["pass"], one["rank"]): one["start_s"] for one in record["passes"]}
+    windows = {(entry["pass"], entry["rank"]): entry["start_s"] for entry in record["passes"]}
     assert len(windows) == 6
     for name in ("before", "train", "after"):  # each pass begins at a barrier
         assert abs(windows[name, 0] - windows[name, 1]) < 0.3, name
     e2e_s = record["metrics"]["e2e_time"]["value"]
-    assert [one["host"] for one in record["telemetry"]] == ["node1", "node2"]
-    for one in record["telemetry"]:
-        times = one["columns"]["t_s"]
-        assert 0 < times[0] <= windows["before", 1] < windows["after", 1] <= times[-1] < e2e_s, one[
-            "host"
-        ]
-    assert steps(record) == [
-        pytest.approx(one, abs=0, rel=EXACT) for one in steps(one_process(DP2))
+    assert [entry["host"] for entry in record["telemetry"]] == ["node1", "node2"]
+    for entry in record["telemetry"]:
+        times = entry["columns"]["t_s"]
+        assert 0 < times[0] <= windows["before", 1] < windows["after", 1] <= times[-1] < e2e_s, (
+            entry["host"]
+        )
+    assert read_step_values(record) == [
+        pytest.approx(entry, abs=0, rel=EXACT) for entry in read_step_values(one_process(DP2))
     ]

@@ -14,7 +14,7 @@ import pytest
 from fixtures.commands import SRC
 from fixtures.golden import golden
 from hosts.cluster import Cluster, make_key
-from hosts.runs import Runs
+from hosts.runs import LoginShell
 from steelyard import __version__
 from steelyard.run.environment import hash_package
 
@@ -27,21 +27,21 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 INSTALL = f"-m pip install steelyard=={__version__}"
 
 
-def on_node2(**keys: str) -> str:
+def make_node2_table(**keys: str) -> str:
     """Return the table of node2 for the site file, as TOML."""
     return "\n".join(
         ["[host.node2]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
     )
 
 
-def with_path(*folders: Path) -> str:
+def make_node2_path_table(*folders: Path) -> str:
     """Return a table for the site file that sets PYTHONPATH on node2."""
-    return on_node2(prologue=f"export PYTHONPATH={':'.join(map(str, folders))}")
+    return make_node2_table(prologue=f"export PYTHONPATH={':'.join(map(str, folders))}")
 
 
-def test_a_host_that_cannot_be_reached(cluster: Cluster, runs: Runs) -> None:
-    cluster.cut("node2")
-    line = runs.refusal(*SCORE)
+def test_an_unreachable_host_is_refused(cluster: Cluster, runs: LoginShell) -> None:
+    cluster.cut_link("node2")
+    line = runs.run_refused(*SCORE)
     assert line.startswith(golden("host-node-2-the-agent-did-3"))
     assert line.endswith(golden("it-does-not-answer-see-that"))
 
@@ -68,11 +68,11 @@ def other_key(cluster: Cluster, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("key", ["unknown_key", "other_key"])
-def test_a_host_with_a_key_that_is_not_known(
-    runs: Runs, key: str, request: pytest.FixtureRequest
+def test_a_host_with_an_unknown_key_is_refused(
+    runs: LoginShell, key: str, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(key)
-    assert runs.refusal(*SCORE) == (golden("host-node-2-the-agent-did-2"))
+    assert runs.run_refused(*SCORE) == (golden("host-node-2-the-agent-did-2"))
 
 
 @pytest.fixture
@@ -89,14 +89,14 @@ def no_user_key(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_user_key")
-def test_a_host_that_does_not_take_the_users_key(runs: Runs) -> None:
-    line = runs.refusal(*SCORE)
+def test_a_host_that_does_not_take_the_users_key(runs: LoginShell) -> None:
+    line = runs.run_refused(*SCORE)
     assert line.startswith(golden("host-node-2-the-agent-did"))
     assert line.endswith(golden("ssh-has-no-key-that-it"))
 
 
 # Keys of the site file, options of the run, and beginning and end of the error line.
-SITES: dict[str, tuple[dict[str, Any], tuple[str, ...], str, str]] = {
+REFUSED_SITES: dict[str, tuple[dict[str, Any], tuple[str, ...], str, str]] = {
     "a name that leads nowhere": (
         {"hosts": ["node1", "nowhere"]},
         (),
@@ -107,19 +107,19 @@ SITES: dict[str, tuple[dict[str, Any], tuple[str, ...], str, str]] = {
         "; the name leads nowhere; see hosts in the site file",
     ),
     "no such Python": (
-        {"more": on_node2(python="/no/such/python")},
+        {"more": make_node2_table(python="/no/such/python")},
         (),
         "host node2: the agent did not start (exit code 127): ",
         "; no such Python there; name one with python = in the site file",
     ),
     "a Python without steelyard": (
-        {"more": on_node2(python=SYSTEM_PYTHON, prologue="unset PYTHONPATH")},
+        {"more": make_node2_table(python=SYSTEM_PYTHON, prologue="unset PYTHONPATH")},
         (),
         "host node2: the agent did not start (exit code 1): ",
         f"; that Python has no steelyard; install it there: {SYSTEM_PYTHON} {INSTALL}",
     ),
     "a Python without what steelyard needs": (
-        {"more": on_node2(python=SYSTEM_PYTHON)},
+        {"more": make_node2_table(python=SYSTEM_PYTHON)},
         (),
         "host node2: the agent did not start (exit code 1): ModuleNotFoundError: No module named ",
         (
@@ -129,7 +129,7 @@ SITES: dict[str, tuple[dict[str, Any], tuple[str, ...], str, str]] = {
     ),
     "a prologue that fails": (
         {
-            "more": on_node2(
+            "more": make_node2_table(
                 prologue="module() { echo no module $2 >&2; exit 4; }; module load cuda"
             )
         },
@@ -164,15 +164,15 @@ SITES: dict[str, tuple[dict[str, Any], tuple[str, ...], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", SITES)
-def test_a_site_that_is_not_so(runs: Runs, name: str) -> None:
-    site, options, begin, end = SITES[name]
+@pytest.mark.parametrize("name", REFUSED_SITES)
+def test_a_wrong_site_file_is_refused(runs: LoginShell, name: str) -> None:
+    site, options, begin, end = REFUSED_SITES[name]
     runs.write_site(**site)
-    line = runs.refusal(*SCORE, *options)
+    line = runs.run_refused(*SCORE, *options)
     assert (line[: len(begin)], line[len(line) - len(end) :]) == (begin, end)
 
 
-def changed_copy(folder: Path, name: str, old: str, new: str) -> Path:
+def copy_package_with_change(folder: Path, name: str, old: str, new: str) -> Path:
     """Copy this package into a folder with the first `old` in one of its files replaced by `new`;
     return the folder.
     """
@@ -185,61 +185,69 @@ def changed_copy(folder: Path, name: str, old: str, new: str) -> Path:
     return folder
 
 
-def test_another_state_of_the_package(runs: Runs, tmp_path: Path) -> None:
-    there = changed_copy(tmp_path / "copy", "errors.py", '"""', '"""And ')
-    runs.write_site(with_path(there))
+def test_a_host_with_changed_package_files_is_refused(runs: LoginShell, tmp_path: Path) -> None:
+    copy = copy_package_with_change(tmp_path / "copy", "errors.py", '"""', '"""And ')
+    runs.write_site(make_node2_path_table(copy))
     assert (
-        runs.refusal(*SCORE) == f"host node2 has another steelyard {__version__} (files"
-        f" {hash_package(there / 'steelyard')}, here {hash_package()}): copy this one: rsync -a"
-        f" --delete {SRC}/steelyard/ node2:{there}/steelyard/"
+        runs.run_refused(*SCORE) == f"host node2 has another steelyard {__version__} (files"
+        f" {hash_package(copy / 'steelyard')}, here {hash_package()}): copy this one: rsync -a"
+        f" --delete {SRC}/steelyard/ node2:{copy}/steelyard/"
     )
 
 
-def test_another_version_of_the_package(runs: Runs, tmp_path: Path) -> None:
-    runs.write_site(with_path(changed_copy(tmp_path / "copy", "__init__.py", __version__, "0.0.1")))
-    assert runs.refusal(*SCORE) == (
+def test_a_host_with_another_package_version_is_refused(runs: LoginShell, tmp_path: Path) -> None:
+    runs.write_site(
+        make_node2_path_table(
+            copy_package_with_change(tmp_path / "copy", "__init__.py", __version__, "0.0.1")
+        )
+    )
+    assert runs.run_refused(*SCORE) == (
         golden("host-node-2-has-steelyard-0", __version__, sys.executable, INSTALL)
     )
 
 
 @pytest.mark.parametrize("old", ["    needs: list[str]", "    lacking: list[str]"])
-def test_another_version_of_the_messages(runs: Runs, tmp_path: Path, old: str) -> None:
+def test_a_host_with_other_messages_is_refused(runs: LoginShell, tmp_path: Path, old: str) -> None:
     """One side does not understand what the other writes: the agent an `open` message, the parent a
     `hello` message.
     """
     new = old.replace(": ", "_now: ", 1)
-    there = changed_copy(tmp_path / "copy", "run/messages.py", old, new)
+    copy = copy_package_with_change(tmp_path / "copy", "run/messages.py", old, new)
     if "lacking" in old:
-        path = there / "steelyard" / "run" / "host.py"
+        path = copy / "steelyard" / "run" / "host.py"
         path.write_text(path.read_text().replace("lacking=", "lacking_now="))
-    runs.write_site(with_path(there))
-    line = runs.refusal(*SCORE)
+    runs.write_site(make_node2_path_table(copy))
+    line = runs.run_refused(*SCORE)
     assert line.startswith("host node2: the agent did not start")
     assert f"steelyard {__version__} does not understand a message: " in line
     assert line.endswith(golden("another-steelyard-is-there-install-this", sys.executable, INSTALL))
 
 
-def test_another_version_of_a_package(runs: Runs, tmp_path: Path) -> None:
+def test_a_host_with_another_numpy_is_refused(runs: LoginShell, tmp_path: Path) -> None:
     info = tmp_path / "other" / "numpy-9.9.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 9.9\n")
-    runs.write_site(with_path(info.parent, SRC))
-    line = runs.refusal(*SCORE)
+    runs.write_site(make_node2_path_table(info.parent, SRC))
+    line = runs.run_refused(*SCORE)
     assert line.startswith(golden("host-node-2-has-numpy-9"))
     assert line.endswith("; hosts of a run must have the same")
 
 
-def test_data_that_one_host_has_not(cluster: Cluster, runs: Runs, tmp_path: Path) -> None:
+def test_data_missing_on_one_host_is_refused(
+    cluster: Cluster, runs: LoginShell, tmp_path: Path
+) -> None:
     data = tmp_path / "data"
     data.mkdir()
-    with cluster.empty("node2", data):
+    with cluster.hide_folder("node2", data):
         (data / "questions.csv").touch()
-        line = runs.refusal(*SCORE, "--data", data / "questions.csv")
+        line = runs.run_refused(*SCORE, "--data", data / "questions.csv")
     assert line.startswith(f"host node2: --data '{data}/questions.csv' does not exist there; ")
 
 
-def test_checkpoints_that_one_host_does_not_see(cluster: Cluster, runs: Runs) -> None:
+def test_a_checkpoint_folder_that_is_not_shared_is_refused(
+    cluster: Cluster, runs: LoginShell
+) -> None:
     runs.out.mkdir()
-    with cluster.empty("node2", runs.out):
-        line = runs.refusal(*TRAIN, "--checkpoint-every", "3")
+    with cluster.hide_folder("node2", runs.out):
+        line = runs.run_refused(*TRAIN, "--checkpoint-every", "3")
     assert line == golden("host-node-2-out-is-another", runs.out)

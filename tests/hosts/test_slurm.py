@@ -15,147 +15,149 @@ from typing import Any
 
 import pytest
 
-from fixtures.commands import finish, wait_for
+from fixtures.commands import wait_for, wait_for_result
 from fixtures.golden import golden
 from hosts import recipes
-from hosts.runs import STEELYARD, Runs
+from hosts.runs import STEELYARD, LoginShell
 from hosts.slurm import Slurm
 
 SMOKE = ("run", "llama2-7b-mmlu", "--size", "smoke", "--accelerator", "cpu", "--nodes", "2")
-PATH = f"{recipes.BIN}:{os.environ['PATH']}"
+PATH = f"{recipes.PYTHON_FOLDER}:{os.environ['PATH']}"
 
 
 @pytest.fixture
-def runs(slurm: Slurm, tmp_path: Path) -> Iterator[Runs]:
+def runs(slurm: Slurm, tmp_path: Path) -> Iterator[LoginShell]:
     """The command line on the login host, with the site file for Slurm of docs/clusters.md."""
-    one = Runs(slurm.cluster, tmp_path)
-    recipes.write_site(one, "slurm")
-    yield one
-    one.clean()
+    login_shell = LoginShell(slurm.cluster, tmp_path)
+    recipes.write_recipe_site(login_shell, "slurm")
+    yield login_shell
+    login_shell.clean()
 
 
-def recipe(runs: Runs, *texts: str) -> "subprocess.Popen[str]":
+def start_recipe(runs: LoginShell, *texts: str) -> "subprocess.Popen[str]":
     """Start a code block of the page in a shell, as a user pastes it."""
-    return runs.command(["sh", "-e", "-c", recipes.block("sh", *texts)], PATH=PATH)
+    return runs.start_command(["sh", "-e", "-c", recipes.read_recipe("sh", *texts)], PATH=PATH)
 
 
-def queue(slurm: Slurm) -> list[str]:
+def list_job_states(slurm: Slurm) -> list[str]:
     """Return the states of all jobs in the queue."""
     return slurm("squeue", "--noheader", "--format=%T").split()
 
 
-def sole_record(runs: Runs, slurm: Slurm) -> dict[str, Any]:
+def read_sole_record(runs: LoginShell, slurm: Slurm) -> dict[str, Any]:
     """Return the only record, which must be valid; its hosts must be free again and no job in the
     queue.
     """
     [record] = runs.records()
     assert record["status"] == "valid"
-    assert [one["name"] for one in record["hosts"]] == list(slurm.cluster.hosts)
+    assert [host["name"] for host in record["hosts"]] == list(slurm.cluster.hosts)
     assert record["plan"]["launcher"] == "slurm"
-    assert runs.left() == []
-    assert wait_for(lambda: queue(slurm) == [], 10), queue(slurm)
+    assert runs.find_leftovers() == []
+    assert wait_for(lambda: list_job_states(slurm) == [], 10), list_job_states(slurm)
     return record
 
 
-def occupy(slurm: Slurm) -> None:
+def occupy_hosts(slurm: Slurm) -> None:
     """Allocate all hosts for another user of the queue, until `release_hosts`."""
     slurm("salloc", "--no-shell", "--nodes=2", "--exclusive")
-    assert queue(slurm) == ["RUNNING"]
+    assert list_job_states(slurm) == ["RUNNING"]
 
 
-def release(slurm: Slurm) -> None:
+def release_hosts(slurm: Slurm) -> None:
     """Cancel the allocations that run."""
     slurm("scancel", "--state=RUNNING", "--user=root")
 
 
-def waiting(runs: Runs, slurm: Slurm, process: "subprocess.Popen[str]") -> None:
+def await_queue(runs: LoginShell, slurm: Slurm, process: "subprocess.Popen[str]") -> None:
     """Wait until the command has printed that it waits for hosts, and its job is pending in the
     queue.
     """
     assert process.stderr is not None
     assert process.stderr.readline() == f"site: {runs.site_file}\n"
     assert process.stderr.readline() == "waiting for 2 host(s) from Slurm: 0 s\n"
-    assert wait_for(lambda: sorted(queue(slurm)) == ["PENDING", "RUNNING"], 10)
+    assert wait_for(lambda: sorted(list_job_states(slurm)) == ["PENDING", "RUNNING"], 10)
 
 
 @pytest.mark.full
-def test_an_allocation_is_asked_for_and_given_back(runs: Runs, slurm: Slurm) -> None:
+def test_the_launcher_requests_and_releases_an_allocation(runs: LoginShell, slurm: Slurm) -> None:
     """The wait in the queue is printed, and is not part of the run's time."""
-    occupy(slurm)
-    process = recipe(runs, "--launcher slurm --nodes 2\n")
-    waiting(runs, slurm, process)
+    occupy_hosts(slurm)
+    process = start_recipe(runs, "--launcher slurm --nodes 2\n")
+    await_queue(runs, slurm, process)
     time.sleep(2)
     released_s = time.monotonic()
-    release(slurm)
-    done = finish(process)
-    over_s = time.monotonic()
-    assert done.code == 0, done.err
-    record = sole_record(runs, slurm)
-    assert 0 < record["metrics"]["e2e_time"]["value"] < over_s - released_s
+    release_hosts(slurm)
+    result = wait_for_result(process)
+    ended_s = time.monotonic()
+    assert result.code == 0, result.err
+    record = read_sole_record(runs, slurm)
+    assert 0 < record["metrics"]["e2e_time"]["value"] < ended_s - released_s
 
 
 @pytest.mark.process
-def test_a_wait_in_the_queue_can_be_interrupted(runs: Runs, slurm: Slurm) -> None:
-    occupy(slurm)
+def test_a_wait_in_the_queue_can_be_interrupted(runs: LoginShell, slurm: Slurm) -> None:
+    occupy_hosts(slurm)
     process = runs.start(*SMOKE)
-    waiting(runs, slurm, process)
+    await_queue(runs, slurm, process)
     process.send_signal(signal.SIGINT)
-    done = finish(process)
-    assert (done.code, done.lines) == (1, ["interrupted"])
-    assert wait_for(lambda: queue(slurm) == ["RUNNING"], 10)
-    assert (runs.records(), runs.left()) == ([], [])
+    result = wait_for_result(process)
+    assert (result.code, result.lines) == (1, ["interrupted"])
+    assert wait_for(lambda: list_job_states(slurm) == ["RUNNING"], 10)
+    assert (runs.records(), runs.find_leftovers()) == ([], [])
 
 
 @pytest.mark.full
-def test_the_allocation_around_a_command_is_used(runs: Runs, slurm: Slurm) -> None:
-    done = finish(recipe(runs, "salloc"))
-    assert done.code == 0, done.err
-    assert "waiting for" not in done.err  # it has requested no allocation
-    sole_record(runs, slurm)
+def test_an_existing_allocation_is_used(runs: LoginShell, slurm: Slurm) -> None:
+    result = wait_for_result(start_recipe(runs, "salloc"))
+    assert result.code == 0, result.err
+    assert "waiting for" not in result.err  # it has requested no allocation
+    read_sole_record(runs, slurm)
 
 
 @pytest.mark.full
-def test_a_batch_script(runs: Runs, slurm: Slurm) -> None:
+def test_a_batch_script_runs_and_keeps_checkpoints(runs: LoginShell, slurm: Slurm) -> None:
     script = runs.folder / "job.sh"
-    script.write_text(recipes.block("sh", "#SBATCH"))
-    done = finish(runs.command(["sbatch", "--wait", script]))
+    script.write_text(recipes.read_recipe("sh", "#SBATCH"))
+    result = wait_for_result(runs.start_command(["sbatch", "--wait", script]))
     [out] = runs.folder.glob("steelyard-*.out")
-    assert done.code == 0, out.read_text()
+    assert result.code == 0, out.read_text()
     assert "valid: records/" in out.read_text()
-    record = sole_record(runs, slurm)
+    record = read_sole_record(runs, slurm)
     assert (runs.out / record["checkpoints"]).is_dir()
 
 
 @pytest.mark.process
-def test_more_hosts_than_the_allocation_has(runs: Runs, slurm: Slurm) -> None:
-    done = finish(runs.command(["salloc", "--quiet", "--nodes=1", *STEELYARD, *SMOKE]))
-    assert done.code == 2
-    assert done.lines[-1].endswith(" has 1 host(s); allowed: 1 to 1")
-    assert (runs.records(), runs.left()) == ([], [])
+def test_more_hosts_than_the_allocation_has_are_refused(runs: LoginShell, slurm: Slurm) -> None:
+    result = wait_for_result(
+        runs.start_command(["salloc", "--quiet", "--nodes=1", *STEELYARD, *SMOKE])
+    )
+    assert result.code == 2
+    assert result.lines[-1].endswith(" has 1 host(s); allowed: 1 to 1")
+    assert (runs.records(), runs.find_leftovers()) == ([], [])
 
 
 @pytest.mark.process
-def test_a_partition_that_is_not_there(runs: Runs, slurm: Slurm) -> None:
+def test_an_unknown_partition_is_refused(runs: LoginShell, slurm: Slurm) -> None:
     site = runs.site_file
     site.write_text(site.read_text().replace("debug", "nowhere"))
-    done = runs(*SMOKE)
-    assert (done.code, done.out) == (2, "")
-    assert done.lines[-1].startswith(golden("error-salloc-gave-no-hosts-exit"))
-    assert "nvalid partition" in done.lines[-1]
-    assert done.lines[-1].endswith("; see [slurm] in the site file")
-    assert (runs.records(), runs.left(), queue(slurm)) == ([], [], [])
+    result = runs(*SMOKE)
+    assert (result.code, result.out) == (2, "")
+    assert result.lines[-1].startswith(golden("error-salloc-gave-no-hosts-exit"))
+    assert "nvalid partition" in result.lines[-1]
+    assert result.lines[-1].endswith("; see [slurm] in the site file")
+    assert (runs.records(), runs.find_leftovers(), list_job_states(slurm)) == ([], [], [])
 
 
 @pytest.mark.process
-def test_a_python_that_is_not_there(runs: Runs, slurm: Slurm) -> None:
+def test_a_missing_python_on_a_host_is_refused(runs: LoginShell, slurm: Slurm) -> None:
     site = runs.site_file
     site.write_text(
         site.read_text() + f"\n[host.node2]\npython = {json.dumps('/no/such/python')}\n"
     )
-    done = runs(*SMOKE)
-    assert (done.code, done.out) == (2, "")
+    result = runs(*SMOKE)
+    assert (result.code, result.out) == (2, "")
     # the error between them comes from slurmstepd or from srun
-    assert done.lines[-1].startswith(golden("error-host-node-2-the-agent"))
-    assert done.lines[-1].endswith(golden("no-such-python-there-name-one"))
-    assert (runs.records(), runs.left()) == ([], [])
-    assert wait_for(lambda: queue(slurm) == [], 10)
+    assert result.lines[-1].startswith(golden("error-host-node-2-the-agent"))
+    assert result.lines[-1].endswith(golden("no-such-python-there-name-one"))
+    assert (runs.records(), runs.find_leftovers()) == ([], [])
+    assert wait_for(lambda: list_job_states(slurm) == [], 10)

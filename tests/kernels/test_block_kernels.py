@@ -15,7 +15,7 @@ TESTS = Path(__file__).parents[1]
 CHECKS = [TESTS / "fixtures" / name for name in ("kernel_checks.py", "glm_kernel_checks.py")]
 
 
-def run(checks: Path, **env: str) -> None:
+def run_checks(checks: Path, **env: str) -> None:
     """Run a script of checks with the tests on its path; fail if it exits with an error."""
     path = os.pathsep.join((str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])))
     subprocess.run(
@@ -25,12 +25,12 @@ def run(checks: Path, **env: str) -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="the kernels' language is not installed")
 @pytest.mark.parametrize("checks", CHECKS, ids=lambda path: path.stem)
-def test_by_the_interpreter(checks: Path) -> None:
-    run(checks, TRITON_INTERPRET="1")
+def test_kernels_pass_their_checks_in_the_triton_interpreter(checks: Path) -> None:
+    run_checks(checks, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("checks", CHECKS, ids=lambda path: path.stem)
-def test_on_a_device(checks: Path) -> None:
-    run(checks)
+def test_kernels_pass_their_checks_on_a_gpu(checks: Path) -> None:
+    run_checks(checks)

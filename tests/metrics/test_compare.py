@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from fixtures.engines import scored
+from fixtures.engines import make_scoring_record
 from fixtures.golden import golden
-from fixtures.report import make, training
+from fixtures.report import make_record, make_training_record
 from steelyard.case.precision import load_presets
 from steelyard.errors import RequestError
 from steelyard.metrics import passes, record_fields, side_comparison
@@ -22,19 +22,19 @@ from steelyard.tasks.task import Differences
 FP16 = load_presets()["score"]["fp16"].model_dump(mode="json")
 
 
-def runs(
+def make_runs(
     *rates: float | None, engine: str = "torch", letter: str = "a", **changes: Any
 ) -> list[Record]:
     """Return one scored record for each rate; `letter` begins their ids and `changes` replaces
     fields.
     """
     return [
-        scored(engine, "ABCDABCD", rate, id=f"{letter}{i:011d}", **changes)
+        make_scoring_record(engine, "ABCDABCD", rate, id=f"{letter}{i:011d}", **changes)
         for i, rate in enumerate(rates)
     ]
 
 
-def between(
+def compare_runs(
     base: list[Record], new: list[Record], across: tuple[str, ...] = (), threshold: float = 0.01
 ) -> Comparison:
     """Compare two lists of records, named old and new."""
@@ -47,58 +47,73 @@ def between(
 
 
 def test_the_ratio_is_that_of_the_geometric_means_with_welchs_interval() -> None:
-    found = between(runs(100.0, 104.0), runs(95.0, 97.0, letter="b"))
+    comparison = compare_runs(make_runs(100.0, 104.0), make_runs(95.0, 97.0, letter="b"))
     logs = [[log(100), log(104)], [log(95), log(97)]]
-    means = [sum(one) / 2 for one in logs]
+    means = [sum(x) / 2 for x in logs]
     errors = [((a - b) / 2) ** 2 for a, b in logs]  # variances of the two means
-    freedom = sum(errors) ** 2 / sum(one**2 for one in errors)
+    freedom = sum(errors) ** 2 / sum(x**2 for x in errors)
     assert 1 < freedom < 2
     t = 4.303 + (1 / freedom - 1 / 2) / (1 - 1 / 2) * (12.706 - 4.303)
-    apart, half = means[1] - means[0], t * sqrt(sum(errors))
-    assert found.ratio is not None
-    assert found.ratio.value == pytest.approx(exp(apart))
-    assert found.ratio.interval == pytest.approx((exp(apart - half), exp(apart + half)))
-    assert (found.ratio.source, found.outcome, found.has_regressed) == (
+    log_ratio, half = means[1] - means[0], t * sqrt(sum(errors))
+    assert comparison.ratio is not None
+    assert comparison.ratio.value == pytest.approx(exp(log_ratio))
+    assert comparison.ratio.interval == pytest.approx(
+        (exp(log_ratio - half), exp(log_ratio + half))
+    )
+    assert (comparison.ratio.source, comparison.outcome, comparison.has_regressed) == (
         "runs",
         "not significant",
         False,
     )
-    assert found.unit == "tokens/s"
-    assert [rate.estimate.value for rate in found.rates if rate is not None] == [102.0, 96.0]
+    assert comparison.unit == "tokens/s"
+    assert [rate.estimate.value for rate in comparison.rates if rate is not None] == [102.0, 96.0]
 
 
-def test_a_sure_loss_beyond_the_threshold_is_a_regression() -> None:
-    base, new = runs(100.0, 100.1, 99.9), runs(95.0, 95.1, 94.9, letter="b")
-    assert (between(base, new).outcome, between(base, new).has_regressed) == ("slower", True)
-    assert (between(new, base).outcome, between(new, base).has_regressed) == ("faster", False)
-    small = between(base, new, threshold=0.06)
+def test_a_significant_loss_beyond_the_threshold_is_a_regression() -> None:
+    base, new = make_runs(100.0, 100.1, 99.9), make_runs(95.0, 95.1, 94.9, letter="b")
+    assert (compare_runs(base, new).outcome, compare_runs(base, new).has_regressed) == (
+        "slower",
+        True,
+    )
+    assert (compare_runs(new, base).outcome, compare_runs(new, base).has_regressed) == (
+        "faster",
+        False,
+    )
+    small = compare_runs(base, new, threshold=0.06)
     assert (small.outcome, small.has_regressed) == ("below threshold", False)
 
 
 def test_one_run_is_not_tested() -> None:
-    found = between(runs(100.0), runs(50.0, 51.0, letter="b"))
-    assert found.ratio == Ratio(pytest.approx(sqrt(50 * 51) / 100), None, None, "not tested")
-    assert (found.outcome, found.has_regressed) == ("not tested", False)
+    comparison = compare_runs(make_runs(100.0), make_runs(50.0, 51.0, letter="b"))
+    assert comparison.ratio == Ratio(pytest.approx(sqrt(50 * 51) / 100), None, None, "not tested")
+    assert (comparison.outcome, comparison.has_regressed) == ("not tested", False)
 
 
-def test_runs_that_are_not_valid_are_counted_and_in_no_mean() -> None:
-    bad = runs(1.0, letter="c", status="invalid", reasons=[{"code": "clock", "text": ""}])
-    found = between(runs(100.0, 102.0), [*runs(100.0, 102.0, letter="b"), *bad])
-    assert found.ratio is not None
-    assert found.ratio.value == pytest.approx(1.0)
-    assert [record.id for record in found.new.not_valid] == ["c00000000000"]
-    assert len(found.new.valid) == 2
-    none = between(runs(100.0), bad)
-    why = NoRatioReason("no_valid_run", ("new",))
-    assert (none.ratio, none.outcome, none.why, none.has_regressed) == (None, "no rate", why, True)
-    none = between(bad, runs(100.0))
-    assert (none.why, none.has_regressed) == (NoRatioReason("no_valid_run", ("old",)), True)
-    assert between(runs(100.0), runs(None, letter="b")).why == NoRatioReason("no_rate", ("new",))
+def test_runs_that_are_not_valid_are_counted_but_not_averaged() -> None:
+    bad = make_runs(1.0, letter="c", status="invalid", reasons=[{"code": "clock", "text": ""}])
+    comparison = compare_runs(make_runs(100.0, 102.0), [*make_runs(100.0, 102.0, letter="b"), *bad])
+    assert comparison.ratio is not None
+    assert comparison.ratio.value == pytest.approx(1.0)
+    assert [record.id for record in comparison.new.not_valid] == ["c00000000000"]
+    assert len(comparison.new.valid) == 2
+    no_ratio = compare_runs(make_runs(100.0), bad)
+    reason = NoRatioReason("no_valid_run", ("new",))
+    assert (no_ratio.ratio, no_ratio.outcome, no_ratio.why, no_ratio.has_regressed) == (
+        None,
+        "no rate",
+        reason,
+        True,
+    )
+    no_ratio = compare_runs(bad, make_runs(100.0))
+    assert (no_ratio.why, no_ratio.has_regressed) == (NoRatioReason("no_valid_run", ("old",)), True)
+    assert compare_runs(make_runs(100.0), make_runs(None, letter="b")).why == NoRatioReason(
+        "no_rate", ("new",)
+    )
 
 
-def test_a_record_that_is_there_twice_counts_once() -> None:
-    one = runs(100.0)
-    assert side_comparison.make_side("old", [*one, *one]).records == tuple(one)
+def test_a_duplicate_record_counts_once() -> None:
+    records = make_runs(100.0)
+    assert side_comparison.make_side("old", [*records, *records]).records == tuple(records)
 
 
 @pytest.mark.parametrize(
@@ -113,44 +128,47 @@ def test_a_record_that_is_there_twice_counts_once() -> None:
         ({"case__question__seed": 7}, "question.seed: 0 / 7"),
     ],
 )
-def test_a_side_is_one_thing(changes: dict[str, Any], said: str) -> None:
-    mixed = [*runs(100.0), *runs(100.0, letter="b", **changes)]
+def test_a_side_holds_only_repeats(changes: dict[str, Any], said: str) -> None:
+    mixed = [*make_runs(100.0), *make_runs(100.0, letter="b", **changes)]
     with pytest.raises(RequestError) as caught:
         side_comparison.make_side("old", mixed)
     assert str(caught.value) == golden("old-these-records-are-not-repeats", said)
 
 
-def other(**changes: Any) -> list[Record]:
+def make_other_run(**changes: Any) -> list[Record]:
     """Return one run at 100 tokens/s for the new side; `changes` replaces fields."""
-    return runs(100.0, letter="b", **changes)
+    return make_runs(100.0, letter="b", **changes)
 
 
 def test_different_questions_are_refused_with_the_fields_named() -> None:
-    new = other(case__question__precision=FP16, case__precision="fp16")
+    new = make_other_run(case__question__precision=FP16, case__precision="fp16")
     with pytest.raises(RequestError) as caught:
-        between(runs(100.0), new)
+        compare_runs(make_runs(100.0), new)
     assert "question.precision.matmul: bf16 / fp16" in str(caught.value)
     assert str(caught.value).endswith(golden("name-what-differs-such-as-across"))
-    found = between(runs(100.0), new, across=("question.precision",))
+    comparison = compare_runs(make_runs(100.0), new, across=("question.precision",))
     assert (
         FieldDifference("question.precision.matmul", ("bf16",), ("fp16",))
-        in found.question_differences
+        in comparison.question_differences
     )
-    assert {one.name.rpartition(".")[0] for one in found.question_differences} == {
+    assert {field.name.rpartition(".")[0] for field in comparison.question_differences} == {
         "question.precision"
     }
 
 
-def test_a_named_prefix_allows_what_is_under_it_and_no_more() -> None:
-    new = other(case__question__precision=FP16, case__precision="fp16", case__question__seed=3)
+def test_a_named_prefix_allows_only_the_fields_under_it() -> None:
+    new = make_other_run(
+        case__question__precision=FP16, case__precision="fp16", case__question__seed=3
+    )
     with pytest.raises(RequestError) as caught:
-        between(runs(100.0), new, across=("question.precision",))
+        compare_runs(make_runs(100.0), new, across=("question.precision",))
     assert str(caught.value).startswith("the questions differ: question.seed: 0 / 3; ")
     assert (
-        between(runs(100.0), new, across=("question.precision", "question.seed")).ratio is not None
+        compare_runs(make_runs(100.0), new, across=("question.precision", "question.seed")).ratio
+        is not None
     )
-    assert between(runs(100.0), new, across=("case",)).ratio is not None
-    assert between(runs(100.0), new, across=("question",)).ratio is not None
+    assert compare_runs(make_runs(100.0), new, across=("case",)).ratio is not None
+    assert compare_runs(make_runs(100.0), new, across=("question",)).ratio is not None
 
 
 def test_a_prefix_ends_at_a_dot() -> None:
@@ -158,59 +176,62 @@ def test_a_prefix_ends_at_a_dot() -> None:
     assert not record_fields.is_covered("question.data.shots", ["question.dat"])
 
 
-def test_across_what_no_question_has_is_refused() -> None:
+def test_across_an_unknown_field_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
-        between(runs(100.0), other(), across=("question.precison",))
+        compare_runs(make_runs(100.0), make_other_run(), across=("question.precison",))
     assert str(caught.value) == (golden("across-question-precison-no-such-field"))
 
 
 def test_other_data_are_another_question() -> None:
-    data = make().data.model_dump()
+    data = make_record().data.model_dump()
     with pytest.raises(RequestError, match=r"question\.data\.fingerprint: c0de"):
-        between(runs(100.0), other(data=data | {"fingerprint": "beef" * 16}))
+        compare_runs(make_runs(100.0), make_other_run(data=data | {"fingerprint": "beef" * 16}))
 
 
 def test_a_field_at_the_default_that_older_questions_lack_is_no_difference() -> None:
-    question = dict(make().case.question)
+    question = dict(make_record().case.question)
     assert question.pop("train", None) is None
-    assert between(runs(100.0), other(case__question=question)).question_differences == ()
+    assert (
+        compare_runs(make_runs(100.0), make_other_run(case__question=question)).question_differences
+        == ()
+    )
 
 
-def test_across_divisions_samples_are_counted() -> None:
+def test_across_divisions_rates_count_samples() -> None:
     metrics = {
         "tokens_per_device_s": {"value": 10.0, "unit": "tokens/s/device"},
         "samples_per_s": {"value": 30.0, "unit": "questions/s"},
     }
-    base = runs(100.0, metrics=metrics)
-    new = other(
+    base = make_runs(100.0, metrics=metrics)
+    new = make_other_run(
         metrics=metrics | {"samples_per_s": {"value": 60.0, "unit": "questions/s"}},
         case__question__division="open",
         case__division="open",
     )
-    found = between(base, new, across=("question.division",))
-    assert found.unit == "questions/s"
-    assert found.ratio is not None
-    assert found.ratio.value == pytest.approx(2.0)
-    assert found.question_differences == (
+    comparison = compare_runs(base, new, across=("question.division",))
+    assert comparison.unit == "questions/s"
+    assert comparison.ratio is not None
+    assert comparison.ratio.value == pytest.approx(2.0)
+    assert comparison.question_differences == (
         FieldDifference("question.division", ("closed",), ("open",)),
     )
 
 
 def test_rates_of_different_work_have_no_ratio() -> None:
-    trained = training(id="t" * 12)
-    found = between(
-        runs(100.0, case__question__division="open", case__division="open"),
+    trained = make_training_record(id="t" * 12)
+    comparison = compare_runs(
+        make_runs(100.0, case__question__division="open", case__division="open"),
         [trained],
         across=("case",),
     )
-    assert (found.ratio, found.why) == (
+    assert (comparison.ratio, comparison.why) == (
         None,
         NoRatioReason("different_work", ("questions/s", "tokens/s")),
     )
-    assert found.answers == (None, None)
+    assert comparison.answers == (None, None)
 
 
-def test_metrics_stand_in_the_order_of_the_table_and_say_better_or_worse() -> None:
+def test_metric_changes_are_in_table_order_with_a_direction() -> None:
     def numbers(rate: float, mem: float, acc: float) -> dict[str, Any]:
         return {
             "acc": {"value": acc, "unit": "fraction"},
@@ -219,26 +240,30 @@ def test_metrics_stand_in_the_order_of_the_table_and_say_better_or_worse() -> No
             "mfu": {"value": 0.25, "unit": "fraction"},
         }
 
-    found = between(
-        runs(0.0, metrics=numbers(100.0, 10.0, 0.5)), other(metrics=numbers(50.0, 5.0, 0.25))
+    comparison = compare_runs(
+        make_runs(0.0, metrics=numbers(100.0, 10.0, 0.5)),
+        make_other_run(metrics=numbers(50.0, 5.0, 0.25)),
     )
     half = Ratio(pytest.approx(0.5), None, None, "not tested")
-    assert found.metrics == (
+    assert comparison.metrics == (
         ValueChange(
             "tokens_per_device_s", "tokens/s/device", "higher", "number", 100.0, 50.0, half
         ),
         ValueChange("acc", "fraction", "higher", "percent", 0.5, 0.25, half),
         ValueChange("mem", "GiB", "lower", "gib", 10.0, 5.0, half),
     )
-    assert [one.direction for one in found.metrics] == ["worse", "worse", "better"]
-    assert found.equal_metric_count == 1
+    assert [change.direction for change in comparison.metrics] == ["worse", "worse", "better"]
+    assert comparison.equal_metric_count == 1
 
 
 def test_answers_are_compared_first_run_with_first_run() -> None:
-    base = [scored("torch", "ABCDABCD", id="a" * 12), scored("torch", "ABCDABCA", id="b" * 12)]
-    new = [scored("torch", "ABCDABAA", acc=0.25, id="c" * 12)]
-    found = between(base, new)
-    assert found.answers == (
+    base = [
+        make_scoring_record("torch", "ABCDABCD", id="a" * 12),
+        make_scoring_record("torch", "ABCDABCA", id="b" * 12),
+    ]
+    new = [make_scoring_record("torch", "ABCDABAA", acc=0.25, id="c" * 12)]
+    comparison = compare_runs(base, new)
+    assert comparison.answers == (
         AnswerDifferences(Differences(8, 1), None, None, 0.0),
         AnswerDifferences(Differences(8, 2), None, None, 0.25),
     )
@@ -248,46 +273,52 @@ def test_phases_add_up_to_the_wall_time_of_a_step() -> None:
     """Steps of 1 s: an eighth is phase data, three quarters are compute and an eighth is in no
     phase; one of the three steps in the window is followed by a checkpoint of 3 s.
     """
-    record = training(((2.0, 1.0, 1.0, 1.0),), aside={1: ("checkpoint", 3.0)})
+    record = make_training_record(((2.0, 1.0, 1.0, 1.0),), pauses={1: ("checkpoint", 3.0)})
     assert passes.phases_per_step(record) == pytest.approx(
         {"data": 0.125, "compute": 0.75, "checkpoint": 1.0, "other": 0.125}
     )
-    plain = training(((2.0, 2.0, 2.0, 2.0),), id="c" * 12)
-    found = between([training(((2.0, 1.0, 1.0, 1.0),))], [plain])
-    assert [(one.name, one.base, one.new, one.direction) for one in found.phases] == [
+    plain = make_training_record(((2.0, 2.0, 2.0, 2.0),), id="c" * 12)
+    comparison = compare_runs([make_training_record(((2.0, 1.0, 1.0, 1.0),))], [plain])
+    assert [
+        (phase.name, phase.base, phase.new, phase.direction) for phase in comparison.phases
+    ] == [
         ("data", 0.125, 0.25, "worse"),
         ("compute", 0.75, 1.5, "worse"),
         ("other", 0.125, 0.25, "worse"),
     ]
-    assert found.ratio is not None
-    assert found.ratio.value == pytest.approx(0.5)
+    assert comparison.ratio is not None
+    assert comparison.ratio.value == pytest.approx(0.5)
 
 
 def test_steps_of_different_sizes_are_not_better_or_worse() -> None:
-    one, other = training(), training(id="c" * 12)
-    half = [
+    base, new = make_training_record(), make_training_record(id="c" * 12)
+    half_samples = [
         sample.model_copy(update={"counts": {**sample.counts, "tokens": 50}})
-        for sample in other.samples
+        for sample in new.samples
     ]
-    found = between([one], [other.model_copy(update={"samples": half})])
-    assert found.tokens_per_step == (100.0, 50.0)
-    assert {change.direction for change in found.phases} == {""}
-    assert between([one], [other]).tokens_per_step == (100.0, 100.0)
+    comparison = compare_runs([base], [new.model_copy(update={"samples": half_samples})])
+    assert comparison.tokens_per_step == (100.0, 50.0)
+    assert {change.direction for change in comparison.phases} == {""}
+    assert compare_runs([base], [new]).tokens_per_step == (100.0, 100.0)
 
 
-def test_where_two_kinds_of_means_disagree_the_ratio_says_which_is_better() -> None:
+def test_the_direction_follows_the_ratio_not_the_arithmetic_means() -> None:
     """The arithmetic mean of the new side is higher, its geometric mean lower."""
-    base, new = runs(100.0, 100.0, 100.1), runs(40.0, 100.0, 165.0, letter="b")
-    [change] = [one for one in between(base, new).metrics if one.name == "tokens_per_device_s"]
+    base, new = make_runs(100.0, 100.0, 100.1), make_runs(40.0, 100.0, 165.0, letter="b")
+    [change] = [
+        candidate
+        for candidate in compare_runs(base, new).metrics
+        if candidate.name == "tokens_per_device_s"
+    ]
     assert change.base is not None
     assert change.new is not None
     assert change.new > change.base
     assert change.direction == "worse"
 
 
-def test_what_differs_is_named_with_both_values_and_nothing_else_is() -> None:
-    software = make().environment.software.model_dump()
-    new = other(
+def test_differences_have_the_values_of_both_sides() -> None:
+    software = make_record().environment.software.model_dump()
+    new = make_other_run(
         engine__name="transformers",
         environment__software=software
         | {
@@ -296,46 +327,48 @@ def test_what_differs_is_named_with_both_values_and_nothing_else_is() -> None:
         },
         tune__compile=False,
     )
-    assert between(runs(100.0), new).setting_differences == (
+    assert compare_runs(make_runs(100.0), new).setting_differences == (
         FieldDifference("tune.compile", (True,), (False,)),
         FieldDifference("engine.name", ("torch",), ("transformers",)),
         FieldDifference("environment.software.driver", ("570.86",), ("580.1",)),
         FieldDifference("environment.software.packages.torch", ("2.11.0",), ("2.12.0",)),
     )
-    assert between(runs(100.0), other()).setting_differences == ()
+    assert compare_runs(make_runs(100.0), make_other_run()).setting_differences == ()
 
 
-def test_metrics_by_different_formulas_are_told() -> None:
-    assert between(runs(100.0), other(formulas=2)).setting_differences == (
+def test_different_formulas_are_a_difference() -> None:
+    assert compare_runs(make_runs(100.0), make_other_run(formulas=2)).setting_differences == (
         FieldDifference("formulas", (1,), (2,)),
     )
 
 
 def test_devices_are_counted_by_kind() -> None:
     devices = [{"name": "B200", "uuid": f"GPU-{i}", "memory_bytes": 1} for i in range(2)]
-    found = between(runs(100.0), other(environment__hardware__devices=devices)).setting_differences
-    assert found == (
+    differences = compare_runs(
+        make_runs(100.0), make_other_run(environment__hardware__devices=devices)
+    ).setting_differences
+    assert differences == (
         FieldDifference("environment.hardware.devices", (["1x NVIDIA H200"],), (["2x B200"],)),
         FieldDifference("environment.hardware.uuids", (["GPU-0"],), (["GPU-0", "GPU-1"],)),
     )
 
 
-def test_values_of_a_side_that_differ_among_themselves_are_all_there() -> None:
-    mixed = [*runs(100.0), *runs(100.0, letter="c", environment__source__revision="def")]
-    assert between(mixed, other()).setting_differences == (
+def test_all_values_of_a_side_are_listed() -> None:
+    mixed = [*make_runs(100.0), *make_runs(100.0, letter="c", environment__source__revision="def")]
+    assert compare_runs(mixed, make_other_run()).setting_differences == (
         FieldDifference("environment.source.revision", ("abc1234", "def"), ("abc1234",)),
     )
 
 
-def test_a_threshold_is_a_share() -> None:
+def test_a_threshold_is_a_fraction() -> None:
     for threshold in (-0.1, 1.0, float("nan")):
         with pytest.raises(RequestError, match="--threshold"):
-            between(runs(100.0), other(), threshold=threshold)
+            compare_runs(make_runs(100.0), make_other_run(), threshold=threshold)
 
 
 def test_long_lists_of_fields_are_cut() -> None:
-    many = [FieldDifference(f"question.{i}", (i,), (None,)) for i in range(10)]
-    assert record_fields.format_differences(many).endswith("question.7: 7 / none; and 2 more")
+    long_list = [FieldDifference(f"question.{i}", (i,), (None,)) for i in range(10)]
+    assert record_fields.format_differences(long_list).endswith("question.7: 7 / none; and 2 more")
 
 
 def test_an_empty_side_is_refused() -> None:
@@ -345,9 +378,9 @@ def test_an_empty_side_is_refused() -> None:
 
 
 def test_a_rate_has_the_interval_of_its_runs() -> None:
-    found = between(runs(100.0, 104.0), other())
-    assert found.rates[0] is not None
-    assert found.rates[0].source == "runs"
-    assert found.rates[0].estimate == Estimate(
+    comparison = compare_runs(make_runs(100.0, 104.0), make_other_run())
+    assert comparison.rates[0] is not None
+    assert comparison.rates[0].source == "runs"
+    assert comparison.rates[0].estimate == Estimate(
         102.0, pytest.approx((102 - 12.706 * 2, 102 + 12.706 * 2))
     )

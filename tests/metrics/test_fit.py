@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fixtures.golden import golden
-from metrics.test_table import facts, made
+from metrics.test_table import make_mmlu_record, make_run_facts
 from steelyard.accelerators import nvml
 from steelyard.metrics import fitness_rules
 from steelyard.metrics.cpu_contention import CPU_SERVES_DEVICE_LIMITS, ContentionShare
@@ -48,7 +48,7 @@ HOST = {
     "clock_source": "tsc",
     "numa_nodes": 2,
 }
-GOOD = MachineFacts(
+FIT_MACHINE = MachineFacts(
     accelerator="cuda",
     devices=("NVIDIA H200", "NVIDIA H200"),
     driver="570.86.15",
@@ -63,24 +63,28 @@ GOOD = MachineFacts(
 )
 
 
-def host(**changes: Any) -> MachineFacts:
+def make_machine_with_host(**changes: Any) -> MachineFacts:
     """Return the fit machine with changed facts of its host."""
-    return replace(GOOD, host=HostState(**{**HOST, "devices": GOOD.host.devices, **changes}))
+    return replace(
+        FIT_MACHINE, host=HostState(**{**HOST, "devices": FIT_MACHINE.host.devices, **changes})
+    )
 
 
-def device(**changes: Any) -> MachineFacts:
+def make_machine_with_device(**changes: Any) -> MachineFacts:
     """Return the fit machine with changed facts of its device."""
-    return replace(GOOD, host=HostState(**HOST, devices=[DeviceState(**{**DEVICE, **changes})]))
+    return replace(
+        FIT_MACHINE, host=HostState(**HOST, devices=[DeviceState(**{**DEVICE, **changes})])
+    )
 
 
-def found(machine: MachineFacts, name: str) -> tuple[str, FitnessLevel]:
+def find_row(machine: MachineFacts, name: str) -> tuple[str, FitnessLevel]:
     """Return the text and the level of the machine's row `name`."""
     (row,) = [row for row in judge_machine(machine) if render_text(row.name) == name]
     return render_text(row.found), row.level
 
 
 def test_a_machine_that_is_fit() -> None:
-    rows = judge_machine(GOOD)
+    rows = judge_machine(FIT_MACHINE)
     assert [(render_text(row.name), render_text(row.found)) for row in rows] == [
         ("driver", "570.86.15"),
         ("devices", "2 cuda: NVIDIA H200"),
@@ -145,16 +149,22 @@ def test_a_machine_that_is_fit() -> None:
         ({"application_clock_mhz": 990}, "clocks", None, "warn"),
     ],
 )
-def test_devices(change: dict[str, Any], name: str, said: str | None, level: FitnessLevel) -> None:
-    got = found(device(**change), f"{name} {'on' if name == 'processes' else 'of'} cuda:0")
-    assert got[1] == level
-    assert said is None or got[0] == said
-    assert fitness_rules.is_fit(judge_machine(device(**change))) is (level != "bad")
+def test_device_rows(
+    change: dict[str, Any], name: str, said: str | None, level: FitnessLevel
+) -> None:
+    row = find_row(
+        make_machine_with_device(**change), f"{name} {'on' if name == 'processes' else 'of'} cuda:0"
+    )
+    assert row[1] == level
+    assert said is None or row[0] == said
+    assert fitness_rules.is_fit(judge_machine(make_machine_with_device(**change))) is (
+        level != "bad"
+    )
 
 
-def test_what_a_device_does_not_tell_is_unknown_and_no_reason_against_it() -> None:
+def test_unknown_device_facts_do_not_make_a_machine_unfit() -> None:
     rows = judge_machine(
-        replace(GOOD, host=HostState(**HOST, devices=[DeviceState(device="cuda:0")]))
+        replace(FIT_MACHINE, host=HostState(**HOST, devices=[DeviceState(device="cuda:0")]))
     )
     assert {row.level for row in rows if render_text(row.name).endswith("of cuda:0")} == {"unknown"}
     assert fitness_rules.is_fit(rows)
@@ -163,100 +173,130 @@ def test_what_a_device_does_not_tell_is_unknown_and_no_reason_against_it() -> No
 @pytest.mark.parametrize(
     ("machine", "name", "said", "level"),
     [
-        (host(quota=8.0), "cores", "64 of 64 by affinity; a control-group quota of 8", "warn"),
-        (host(governors=["powersave"]), "CPU governor", "powersave", "warn"),
         (
-            host(governors=["performance", "schedutil"]),
+            make_machine_with_host(quota=8.0),
+            "cores",
+            "64 of 64 by affinity; a control-group quota of 8",
+            "warn",
+        ),
+        (make_machine_with_host(governors=["powersave"]), "CPU governor", "powersave", "warn"),
+        (
+            make_machine_with_host(governors=["performance", "schedutil"]),
             "CPU governor",
             "performance, schedutil",
             "warn",
         ),
         (
-            host(governors=None),
+            make_machine_with_host(governors=None),
             "CPU governor",
             "unknown: the kernel shows none, as in most virtual machines",
             "unknown",
         ),
-        (host(swap_bytes=8 * GIB, swap_used_bytes=GIB), "swap", "1.0 of 8.0 GiB in use", "warn"),
-        (host(swap_bytes=8 * GIB, swap_used_bytes=1), "swap", "0.0 of 8.0 GiB in use", "ok"),
-        (host(available_bytes=40 * GIB), "free memory", "40.0 of 100.0 GiB", "warn"),
-        (host(available_bytes=9 * GIB), "free memory", "9.0 of 100.0 GiB", "bad"),
-        (host(clock_source="hpet"), "clock source", "hpet", "warn"),
-        (host(clock_source="new"), "clock source", "new", "unknown"),
-        (host(clock_source=None), "clock source", "unknown", "unknown"),
-        (replace(GOOD, others=ContentionShare(0.3, 1.0)), "host load", None, "warn"),
-        (replace(GOOD, others=ContentionShare(0.8, 1.0)), "host load", None, "bad"),
         (
-            replace(GOOD, others=None),
+            make_machine_with_host(swap_bytes=8 * GIB, swap_used_bytes=GIB),
+            "swap",
+            "1.0 of 8.0 GiB in use",
+            "warn",
+        ),
+        (
+            make_machine_with_host(swap_bytes=8 * GIB, swap_used_bytes=1),
+            "swap",
+            "0.0 of 8.0 GiB in use",
+            "ok",
+        ),
+        (
+            make_machine_with_host(available_bytes=40 * GIB),
+            "free memory",
+            "40.0 of 100.0 GiB",
+            "warn",
+        ),
+        (make_machine_with_host(available_bytes=9 * GIB), "free memory", "9.0 of 100.0 GiB", "bad"),
+        (make_machine_with_host(clock_source="hpet"), "clock source", "hpet", "warn"),
+        (make_machine_with_host(clock_source="new"), "clock source", "new", "unknown"),
+        (make_machine_with_host(clock_source=None), "clock source", "unknown", "unknown"),
+        (replace(FIT_MACHINE, others=ContentionShare(0.3, 1.0)), "host load", None, "warn"),
+        (replace(FIT_MACHINE, others=ContentionShare(0.8, 1.0)), "host load", None, "bad"),
+        (
+            replace(FIT_MACHINE, others=None),
             "host load",
             "unknown: not measured; load average 0.5",
             "unknown",
         ),
         (
-            replace(GOOD, others=ContentionShare(None, why=Message("busy.not_counted"))),
+            replace(FIT_MACHINE, others=ContentionShare(None, why=Message("busy.not_counted"))),
             "host load",
             "unknown: the host does not count what its cores do; load average 0.5",
             "unknown",
         ),
         (
-            replace(GOOD, free_bytes={"records": 5 * GIB}),
+            replace(FIT_MACHINE, free_bytes={"records": 5 * GIB}),
             "free disk for records",
             "5.0 GiB",
             "warn",
         ),
-        (replace(GOOD, free_bytes={"records": GIB - 1}), "free disk for records", "1.0 GiB", "bad"),
         (
-            replace(GOOD, free_bytes={"records": None}),
+            replace(FIT_MACHINE, free_bytes={"records": GIB - 1}),
+            "free disk for records",
+            "1.0 GiB",
+            "bad",
+        ),
+        (
+            replace(FIT_MACHINE, free_bytes={"records": None}),
             "free disk for records",
             "unknown",
             "unknown",
         ),
-        (replace(GOOD, versions={"transformers": None}), "transformers", "not installed", "warn"),
         (
-            replace(GOOD, torch_build="12.9"),
+            replace(FIT_MACHINE, versions={"transformers": None}),
+            "transformers",
+            "not installed",
+            "warn",
+        ),
+        (
+            replace(FIT_MACHINE, torch_build="12.9"),
             "torch",
             "2.8.0, built for 12.9; the driver supports 12.8",
             "warn",
         ),
         (
-            replace(GOOD, torch_build="13.0"),
+            replace(FIT_MACHINE, torch_build="13.0"),
             "torch",
             "2.8.0, built for 13.0; the driver supports 12.8",
             "bad",
         ),
         (
-            replace(GOOD, torch_build="11.8"),
+            replace(FIT_MACHINE, torch_build="11.8"),
             "torch",
             "2.8.0, built for 11.8; the driver supports 12.8",
             "ok",
         ),
         (
-            replace(GOOD, torch_build=None),
+            replace(FIT_MACHINE, torch_build=None),
             "torch",
             "2.8.0, built without the runtime of the device",
             "bad",
         ),
-        (replace(GOOD, amx=None), "AMX", "not advertised", "ok"),
-        (replace(GOOD, problem="NVML: no"), "driver", "NVML: no", "bad"),
-        (replace(GOOD, driver=None), "driver", "unknown", "unknown"),
-        (replace(GOOD, driver=None, needs_driver=False), "driver", "not needed", "ok"),
-        (replace(GOOD, devices=()), "devices", "no cuda device", "bad"),
+        (replace(FIT_MACHINE, amx=None), "AMX", "not advertised", "ok"),
+        (replace(FIT_MACHINE, problem="NVML: no"), "driver", "NVML: no", "bad"),
+        (replace(FIT_MACHINE, driver=None), "driver", "unknown", "unknown"),
+        (replace(FIT_MACHINE, driver=None, needs_driver=False), "driver", "not needed", "ok"),
+        (replace(FIT_MACHINE, devices=()), "devices", "no cuda device", "bad"),
     ],
 )
-def test_hosts(machine: MachineFacts, name: str, said: str | None, level: FitnessLevel) -> None:
-    got = found(machine, name)
-    assert got[1] == level
-    assert said is None or got[0] == said
+def test_host_rows(machine: MachineFacts, name: str, said: str | None, level: FitnessLevel) -> None:
+    row = find_row(machine, name)
+    assert row[1] == level
+    assert said is None or row[0] == said
     assert fitness_rules.is_fit(judge_machine(machine)) is (level != "bad")
 
 
 def test_amx_that_is_advertised_and_does_not_work() -> None:
-    (row,) = [row for row in judge_machine(replace(GOOD, amx=False)) if row.key == "amx"]
+    (row,) = [row for row in judge_machine(replace(FIT_MACHINE, amx=False)) if row.key == "amx"]
     assert (row.level, row.step) == ("warn", Message("fit.amx.step"))
 
 
-def test_what_is_not_ok_has_a_step_and_the_accelerators_own_comes_first() -> None:
-    bad = device(
+def test_rows_that_are_not_ok_have_a_step_from_the_accelerator_first() -> None:
+    bad = make_machine_with_device(
         persistence=False,
         processes=1,
         power_limit_w=1.0,
@@ -264,34 +304,36 @@ def test_what_is_not_ok_has_a_step_and_the_accelerators_own_comes_first() -> Non
         mig=True,
         application_clock_mhz=1,
     )
-    plain = {row.key: row.step for row in judge_machine(bad)}
-    assert plain["mig"] == Message("fit.step.off")
-    theirs = {row.key: row.step for row in judge_machine(replace(bad, steps=nvml.ADVICE))}
-    assert theirs["mig"] == nvml.ADVICE["mig"]
-    assert theirs["swap"] is None
-    assert set(nvml.ADVICE) <= set(plain)
+    default_steps = {row.key: row.step for row in judge_machine(bad)}
+    assert default_steps["mig"] == Message("fit.step.off")
+    accelerator_steps = {
+        row.key: row.step for row in judge_machine(replace(bad, steps=nvml.ADVICE))
+    }
+    assert accelerator_steps["mig"] == nvml.ADVICE["mig"]
+    assert accelerator_steps["swap"] is None
+    assert set(nvml.ADVICE) <= set(default_steps)
     assert all(row.step for row in judge_machine(bad) if row.level in ("warn", "bad"))
 
 
-def settings(found: Record) -> list[Message | str]:
+def list_setting_notes(record: Record) -> list[Message | str]:
     """Return the notes of the record on settings that are not the default."""
     return [
-        note for note in found.notes if isinstance(note, Message) and note.code == "note.setting"
+        note for note in record.notes if isinstance(note, Message) and note.code == "note.setting"
     ]
 
 
-def test_a_record_notes_what_was_set_otherwise() -> None:
+def test_a_record_notes_settings_that_differ_from_the_default() -> None:
     states = [
         DeviceState(**{**DEVICE, "power_limit_w": 400.0, "temperature_c": 99, "processes": 4})
     ]
-    told = HostFacts(name="here", ranks=[0], state=HostState(**HOST, devices=states))
-    found = made(facts=facts(hosts=[told]))
-    what, limit = {"device": "cuda:0"}, {"limit": 400.0, "default": 700.0}
-    said = {
+    host_facts = HostFacts(name="here", ranks=[0], state=HostState(**HOST, devices=states))
+    record = make_mmlu_record(facts=make_run_facts(hosts=[host_facts]))
+    name_values, limit_values = {"device": "cuda:0"}, {"limit": 400.0, "default": 700.0}
+    values = {
         "host": "here",
-        "what": Message("fit.name.power", what),
-        "found": Message("fit.power.limit", limit),
+        "what": Message("fit.name.power", name_values),
+        "found": Message("fit.power.limit", limit_values),
     }
-    assert settings(found) == [Message("note.setting", said)]
-    good = HostFacts(name="here", ranks=[0], state=GOOD.host)
-    assert settings(made(facts=facts(hosts=[good]))) == []
+    assert list_setting_notes(record) == [Message("note.setting", values)]
+    good = HostFacts(name="here", ranks=[0], state=FIT_MACHINE.host)
+    assert list_setting_notes(make_mmlu_record(facts=make_run_facts(hosts=[good]))) == []

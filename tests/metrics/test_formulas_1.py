@@ -48,7 +48,7 @@ def test_every_step_is_in_a_batch() -> None:
     assert low < 41 / 44 < high
 
 
-def test_no_interval() -> None:
+def test_when_there_is_no_interval() -> None:
     assert batch_means_interval([], []) is None
     assert batch_means_interval([1] * 4, [1, 2, 1, 2]) is None
     assert batch_means_interval([0] * 6, [1] * 6) is None
@@ -64,15 +64,17 @@ def test_an_interval_without_upper_end() -> None:
 
 
 @pytest.mark.parametrize("steps", [7, 20, 100])
-def test_the_interval_holds_the_truth_as_often_as_it_says(steps: int) -> None:
+def test_the_interval_covers_the_true_rate_as_often_as_it_claims(steps: int) -> None:
     rng = random.Random(f"coverage:{steps}")
-    held = 0
+    covered = 0
     for _ in range(400):
         work = [rng.uniform(900, 1100) for _ in range(steps)]
-        times = [one * 0.001 * rng.gauss(1.0, 0.1) for one in work]  # true rate: 1000 a second
+        times = [
+            tokens * 0.001 * rng.gauss(1.0, 0.1) for tokens in work
+        ]  # true rate: 1000 a second
         low, high = batch_means_interval(work, times) or (0, 0)
-        held += low <= 1000 <= high
-    assert 0.90 * 400 <= held <= 0.99 * 400
+        covered += low <= 1000 <= high
+    assert 0.90 * 400 <= covered <= 0.99 * 400
 
 
 def test_batches_are_safe_against_correlated_steps() -> None:
@@ -80,25 +82,25 @@ def test_batches_are_safe_against_correlated_steps() -> None:
     fewer than 90 % of the trials.
     """
     rng = random.Random("spells")
-    held = alone = 0
+    covered = covered_by_single_steps = 0
     for _ in range(400):
         times = [spell for _ in range(40) for spell in [rng.gauss(1.0, 0.1)] * 10]
         low, high = batch_means_interval([1] * 400, times) or (0, 0)
-        held += low <= 1.0 <= high
+        covered += low <= 1.0 <= high
         mean = sum(times) / 400
-        half = 1.966 * (sum((one - mean) ** 2 for one in times) / 399 / 400) ** 0.5
-        alone += mean - half <= 1.0 <= mean + half
-    assert 0.90 * 400 <= held <= 0.99 * 400
-    assert alone < 0.6 * 400
+        half = 1.966 * (sum((time_s - mean) ** 2 for time_s in times) / 399 / 400) ** 0.5
+        covered_by_single_steps += mean - half <= 1.0 <= mean + half
+    assert 0.90 * 400 <= covered <= 0.99 * 400
+    assert covered_by_single_steps < 0.6 * 400
 
 
 @pytest.mark.parametrize("slow", [5, 10, 25, 40])
 def test_a_planted_warm_up_is_found(slow: int) -> None:
     rng = random.Random(slow)
     times = [3.0] * slow + [rng.gauss(1.0, 0.001) for _ in range(150)]
-    found = find_mser_cut(times)
-    assert slow <= found <= slow + 50
-    assert found % 5 == 0
+    first = find_mser_cut(times)
+    assert slow <= first <= slow + 50
+    assert first % 5 == 0
 
 
 def test_a_warm_up_is_cut_exactly_where_the_rest_is_flat() -> None:
@@ -117,5 +119,5 @@ def test_a_flat_run_is_steady_from_its_start(time_s: float) -> None:
 
 
 @pytest.mark.parametrize(("steps", "first"), [(1, 0), (2, 0), (3, 1), (9, 1), (10, 0)])
-def test_short_runs(steps: int, first: int) -> None:
+def test_warm_up_of_short_runs(steps: int, first: int) -> None:
     assert find_steady_start_v1([5.0] + [1.0] * (steps - 1))[0] == first

@@ -18,15 +18,15 @@ RESULTS = Path(__file__).resolve().parents[2] / "results"
 WALL_S = 40.0
 
 
-def made(
+def make_pass_record(
     accelerator: str, ranks: list[RankFacts], formulas: int | None = 4, others: float = 0.0
 ) -> Record:
     """Return a record of one pass of 40 s of wall and CPU time while other processes use the share
     `others` of the host's four cores.
     """
-    base = report.make()
-    told = {"pass": "infer", "rank": 0, "start_s": 5.0, "wall_s": WALL_S, "cpu_s": WALL_S}
-    window = PassFacts.model_validate(told | {"allocated_bytes": 0, "reserved_bytes": 0})
+    base = report.make_record()
+    window_values = {"pass": "infer", "rank": 0, "start_s": 5.0, "wall_s": WALL_S, "cpu_s": WALL_S}
+    window = PassFacts.model_validate(window_values | {"allocated_bytes": 0, "reserved_bytes": 0})
     device = {"accelerator": accelerator, "peak": None}
     hardware = base.environment.hardware.model_copy(update=device)
     times = [0.0, 50.0]
@@ -41,29 +41,32 @@ def made(
     return base.model_copy(update=changed)
 
 
-def judged(record: Record) -> CheckResult:
+def get_plausibility_check(record: Record) -> CheckResult:
     """Return the check of the record's plausibility."""
-    [found] = plausibility.check_plausible_rates(record, {})
-    assert found.check is not None
-    assert found.code == "implausible"
-    return found.check
+    [result] = plausibility.check_plausible_rates(record, {})
+    assert result.check is not None
+    assert result.code == "implausible"
+    return result.check
 
 
-def rate_on(accelerator: str) -> float:
+def compute_pass_rate(accelerator: str) -> float:
     """Return the FLOP/s of the pass, over CPU time on a CPU and over device time elsewhere."""
     rank = RankFacts(rank=0, matmul_flops_per_s=1e15, matmul_flops_per_cpu_s=1e15)
-    [(share, _)] = plausibility._compare_with_limits(made(accelerator, [rank]), "infer")
+    [(share, _)] = plausibility._compare_with_limits(make_pass_record(accelerator, [rank]), "infer")
     return share * plausibility.MATMUL_MARGIN * 1e15
 
 
-RATE = rate_on("cpu")
+RATE = compute_pass_rate("cpu")
 
 
-def timed(share: float, before: list[float], after: list[float]) -> list[RankFacts]:
+def make_timed_rank(share: float, before: list[float], after: list[float]) -> list[RankFacts]:
     """Return one rank whose matmuls reached `share` of the pass's rate on average, and the shares
     `before` and `after` in single timings.
     """
-    rates = {"before": [RATE * one for one in before], "after": [RATE * one for one in after]}
+    rates = {
+        "before": [RATE * relative for relative in before],
+        "after": [RATE * relative for relative in after],
+    }
     return [RankFacts(rank=0, matmul_flops_per_cpu_s=RATE * share, matmul_cpu_rates=rates)]
 
 
@@ -79,45 +82,59 @@ def timed(share: float, before: list[float], after: list[float]) -> list[RankFac
 def test_the_best_of_several_timings_is_the_limit(
     before: list[float], after: list[float], ok: bool
 ) -> None:
-    ranks = timed(0.8, before, after)
-    assert judged(made("cpu", ranks)).ok is ok
-    assert not judged(made("cpu", ranks, formulas=3)).ok  # formulas 3 know one timing only
-    assert not judged(made("cpu", ranks, formulas=None)).ok
+    ranks = make_timed_rank(0.8, before, after)
+    assert get_plausibility_check(make_pass_record("cpu", ranks)).ok is ok
+    assert not get_plausibility_check(
+        make_pass_record("cpu", ranks, formulas=3)
+    ).ok  # formulas 3 know one timing only
+    assert not get_plausibility_check(make_pass_record("cpu", ranks, formulas=None)).ok
 
 
-def test_a_worker_that_times_once_is_judged_by_that() -> None:
-    assert judged(made("cpu", [RankFacts(rank=0, matmul_flops_per_cpu_s=RATE / 1.05)])).ok
-    assert not judged(made("cpu", [RankFacts(rank=0, matmul_flops_per_cpu_s=RATE / 1.2)])).ok
+def test_a_worker_with_one_timing_is_judged_by_it() -> None:
+    assert get_plausibility_check(
+        make_pass_record("cpu", [RankFacts(rank=0, matmul_flops_per_cpu_s=RATE / 1.05)])
+    ).ok
+    assert not get_plausibility_check(
+        make_pass_record("cpu", [RankFacts(rank=0, matmul_flops_per_cpu_s=RATE / 1.2)])
+    ).ok
 
 
 @pytest.mark.parametrize(("others", "ok"), [(0.09, False), (0.11, True)])
-def test_beside_others_the_margin_on_a_cpu_is_wider(others: float, ok: bool) -> None:
+def test_the_margin_on_a_busy_cpu_is_wider(others: float, ok: bool) -> None:
     """Where they took more than 10 % of the cores, which makes a full run `busy`."""
-    ranks = timed(0.4, [0.41], [0.4])
-    assert judged(made("cpu", ranks, others=others)).ok is ok
-    slower = timed(0.3, [0.3], [0.39])  # the pass is above 2.5 times the best of these
-    assert not judged(made("cpu", slower, others=others)).ok
-    assert not judged(made("cpu", ranks, formulas=3, others=others)).ok
+    ranks = make_timed_rank(0.4, [0.41], [0.4])
+    assert get_plausibility_check(make_pass_record("cpu", ranks, others=others)).ok is ok
+    slower = make_timed_rank(0.3, [0.3], [0.39])  # the pass is above 2.5 times the best of these
+    assert not get_plausibility_check(make_pass_record("cpu", slower, others=others)).ok
+    assert not get_plausibility_check(make_pass_record("cpu", ranks, formulas=3, others=others)).ok
 
 
 @pytest.mark.parametrize(("others", "ok"), [(0.7, False), (0.8, True)])
-def test_beside_others_the_margin_on_another_device_is_wider(others: float, ok: bool) -> None:
+def test_the_margin_of_a_device_on_a_busy_host_is_wider(others: float, ok: bool) -> None:
     """Kernels that a host launches too late take longer, from one event to the next."""
-    rate = rate_on("cuda")
+    rate = compute_pass_rate("cuda")
     shape = MatmulRate(name="up", layout="nt", m=1, n=1, k=1, count=1, flops_per_s=rate / 2.4)
     ranks = [RankFacts(rank=0, matmul_flops_per_s=rate / 3, matmuls=[shape])]
-    assert judged(made("cuda", ranks, others=others)).ok is ok
-    assert not judged(made("cuda", ranks, formulas=3, others=others)).ok
+    assert get_plausibility_check(make_pass_record("cuda", ranks, others=others)).ok is ok
+    assert not get_plausibility_check(make_pass_record("cuda", ranks, formulas=3, others=others)).ok
 
 
-def test_the_check_says_which_limit() -> None:
-    said = words.render_text(judged(made("cpu", timed(0.8, [0.8, 0.92], [0.9]))).message)
-    assert said.endswith(golden("flop-1-1-times-the-fastest"))
-    busy = words.render_text(judged(made("cpu", timed(0.4, [0.41], [0.4]), others=0.5)).message)
+def test_the_check_names_its_limit() -> None:
+    text = words.render_text(
+        get_plausibility_check(
+            make_pass_record("cpu", make_timed_rank(0.8, [0.8, 0.92], [0.9]))
+        ).message
+    )
+    assert text.endswith(golden("flop-1-1-times-the-fastest"))
+    busy = words.render_text(
+        get_plausibility_check(
+            make_pass_record("cpu", make_timed_rank(0.4, [0.41], [0.4]), others=0.5)
+        ).message
+    )
     assert busy.endswith(golden("flop-2-5-times-the-fastest"))
 
 
-COMMITTED = {
+PUBLISHED_VERDICTS = {
     "20261116T181648-smollm2-135m-mmlu-full-closed-fp32-transformers-fd558c53": (3, False),
     "20261116T181616-smollm2-135m-mmlu-full-closed-fp32-torch-786a75be": (3, True),
     "20261116T130936-llama2-7b-mmlu-smoke-closed-fp32-torch-135f21b3": (2, True),
@@ -125,17 +142,17 @@ COMMITTED = {
 }
 
 
-@pytest.mark.parametrize("name", COMMITTED)
+@pytest.mark.parametrize("name", PUBLISHED_VERDICTS)
 def test_published_records_are_judged_as_they_were(name: str) -> None:
     """Each record is judged by its own version of the formulas; the implausible one stays so, with
     its limit.
     """
     [path] = RESULTS.rglob(f"{name}.json")
-    found = records.read_record(path)
-    checks, reasons, _, _ = validity.judge_record(found, metric_table.derive_metrics(found))
-    [then] = [one for one in found.checks if one.name == "plausible"]
-    [now] = [one for one in checks if one.name == "plausible"]
-    assert (found.formulas, now.ok, now.ok) == (*COMMITTED[name], then.ok)
-    if found.formulas is not None:  # its sentences are worded as today
-        assert now.detail == then.detail
-    assert [one.code for one in reasons] == [one.code for one in found.reasons]
+    record = records.read_record(path)
+    checks, reasons, _, _ = validity.judge_record(record, metric_table.derive_metrics(record))
+    [stored] = [item for item in record.checks if item.name == "plausible"]
+    [derived] = [item for item in checks if item.name == "plausible"]
+    assert (record.formulas, derived.ok, derived.ok) == (*PUBLISHED_VERDICTS[name], stored.ok)
+    if record.formulas is not None:  # its sentences are worded as today
+        assert derived.detail == stored.detail
+    assert [item.code for item in reasons] == [item.code for item in record.reasons]

@@ -15,7 +15,7 @@ DRAWS = 2000
 SPREAD = 0.01
 
 
-def significant(runs: int, change: float, seed: int = 1) -> int:
+def count_significant(runs: int, change: float, seed: int = 1) -> int:
     """Return how many of DRAWS simulated comparisons are called significant.
 
     Each side has `runs` runs with a relative spread of SPREAD; the new side's mean is higher by
@@ -27,19 +27,19 @@ def significant(runs: int, change: float, seed: int = 1) -> int:
         return [mean * (1 + SPREAD * draw.gauss(0, 1)) for _ in range(runs)]
 
     pairs = ((series(1000.0), series(1000.0 * (1 + change))) for _ in range(DRAWS))
-    found = [ratio.compare_values(base, new) for base, new in pairs]
-    return sum(one is not None and one.verdict == "significant" for one in found)
+    results = [ratio.compare_values(base, new) for base, new in pairs]
+    return sum(result is not None and result.verdict == "significant" for result in results)
 
 
 @pytest.mark.parametrize("runs", [5, 3, 2])
 def test_equal_series_are_rarely_called_different(runs: int) -> None:
     most = DRAWS * 0.05 + 2 * sqrt(DRAWS * 0.05 * 0.95)
-    assert 0 < significant(runs, 0.0) <= most
+    assert 0 < count_significant(runs, 0.0) <= most
 
 
-def test_a_change_of_three_percent_is_found() -> None:
-    assert significant(5, 0.03) >= 0.9 * DRAWS
-    assert significant(5, -0.03) >= 0.9 * DRAWS
+def test_a_change_of_three_percent_is_significant() -> None:
+    assert count_significant(5, 0.03) >= 0.9 * DRAWS
+    assert count_significant(5, -0.03) >= 0.9 * DRAWS
 
 
 def test_an_interval_covers_the_true_ratio() -> None:
@@ -49,44 +49,46 @@ def test_an_interval_covers_the_true_ratio() -> None:
         base, new = (
             [m * (1 + SPREAD * draw.gauss(0, 1)) for _ in range(4)] for m in (1000.0, 1030.0)
         )
-        found = ratio.compare_values(base, new)
-        assert found is not None
-        assert found.interval is not None
-        hits += found.interval[0] <= 1.03 <= found.interval[1]
+        result = ratio.compare_values(base, new)
+        assert result is not None
+        assert result.interval is not None
+        hits += result.interval[0] <= 1.03 <= result.interval[1]
     assert hits >= DRAWS * 0.95 - 2 * sqrt(DRAWS * 0.05 * 0.95)
 
 
-def test_the_numbers_by_hand() -> None:
+def test_ratio_and_welch_interval_by_hand() -> None:
     """Logarithms 0 and 2 on one side, 4 and 6 on the other: means 1 and 5, each with the variance 2
     / 2; equal spreads, so two degrees of freedom.
     """
-    found = ratio.compare_values([1.0, exp(2)], [exp(4), exp(6)])
+    result = ratio.compare_values([1.0, exp(2)], [exp(4), exp(6)])
     half = 4.303 * sqrt(2)
-    assert found is not None
-    assert found.value == pytest.approx(exp(4))
-    assert found.interval == pytest.approx((exp(4 - half), exp(4 + half)))
-    assert (found.source, found.verdict) == ("runs", "not significant")
+    assert result is not None
+    assert result.value == pytest.approx(exp(4))
+    assert result.interval == pytest.approx((exp(4 - half), exp(4 + half)))
+    assert (result.source, result.verdict) == ("runs", "not significant")
     sure = ratio.compare_values([1.0, exp(0.2)], [exp(4), exp(4.2)])
     assert sure is not None
     assert sure.verdict == "significant"
 
 
-def test_one_steady_side_has_the_freedom_of_the_other() -> None:
-    found = ratio.compare_values([1.0, 1.0, 1.0], [exp(0.1), exp(0.3)])
+def test_a_side_without_spread_takes_the_degrees_of_freedom_of_the_other() -> None:
+    result = ratio.compare_values([1.0, 1.0, 1.0], [exp(0.1), exp(0.3)])
     half = 12.706 * sqrt(0.02 / 2)
-    assert found is not None
-    assert found.interval == pytest.approx((exp(0.2 - half), exp(0.2 + half)))
+    assert result is not None
+    assert result.interval == pytest.approx((exp(0.2 - half), exp(0.2 + half)))
 
 
-def test_the_ratio_does_not_depend_on_the_base() -> None:
-    one, other = [100.0, 104.0, 99.0], [90.0, 95.0]
-    there, back = ratio.compare_values(one, other), ratio.compare_values(other, one)
-    assert there is not None
-    assert back is not None
-    assert there.value == pytest.approx(1 / back.value)
-    assert there.interval is not None
-    assert back.interval is not None
-    assert there.interval == pytest.approx((1 / back.interval[1], 1 / back.interval[0]))
+def test_swapping_the_sides_inverts_the_ratio() -> None:
+    base, new = [100.0, 104.0, 99.0], [90.0, 95.0]
+    new_over_base, base_over_new = ratio.compare_values(base, new), ratio.compare_values(new, base)
+    assert new_over_base is not None
+    assert base_over_new is not None
+    assert new_over_base.value == pytest.approx(1 / base_over_new.value)
+    assert new_over_base.interval is not None
+    assert base_over_new.interval is not None
+    assert new_over_base.interval == pytest.approx(
+        (1 / base_over_new.interval[1], 1 / base_over_new.interval[0])
+    )
 
 
 @pytest.mark.parametrize("freedom", [1.0, 2.0, 8.0, 119.0])
@@ -109,12 +111,18 @@ def test_beyond_the_table_the_last_row_holds() -> None:
     assert stats.interpolate_student_t_95(0.5) == 12.706
 
 
-def test_one_run_is_not_tested_and_its_steps_interval_is_named_so() -> None:
-    found = ratio.compare_rates([Estimate(100.0, (97.0, 103.0))], [Estimate(110.0, (105.6, 114.4))])
-    assert found is not None
-    assert found.interval is not None
-    assert (found.value, found.source, found.verdict) == (pytest.approx(1.1), "steps", "not tested")
-    assert found.interval == pytest.approx((1.1 * (1 - 0.05), 1.1 * (1 + 0.05)))
+def test_one_run_is_not_tested_and_has_the_interval_of_its_steps() -> None:
+    result = ratio.compare_rates(
+        [Estimate(100.0, (97.0, 103.0))], [Estimate(110.0, (105.6, 114.4))]
+    )
+    assert result is not None
+    assert result.interval is not None
+    assert (result.value, result.source, result.verdict) == (
+        pytest.approx(1.1),
+        "steps",
+        "not tested",
+    )
+    assert result.interval == pytest.approx((1.1 * (1 - 0.05), 1.1 * (1 + 0.05)))
     bare = ratio.compare_rates([Estimate(100.0)], [Estimate(50.0)])
     assert bare is not None
     assert (bare.interval, bare.source, bare.verdict) == (None, None, "not tested")
@@ -125,17 +133,17 @@ def test_copies_of_a_run_test_nothing() -> None:
     assert ratio.compare_values([2.0, 2.0], [4.0, 4.0]) == Ratio(
         pytest.approx(2.0), None, None, "not tested"
     )
-    found = ratio.compare_rates([Estimate(2.0, (1.0, 3.0))] * 2, [Estimate(4.0, (3.0, 5.0))] * 2)
-    assert found == Ratio(pytest.approx(2.0), None, None, "not tested")
+    result = ratio.compare_rates([Estimate(2.0, (1.0, 3.0))] * 2, [Estimate(4.0, (3.0, 5.0))] * 2)
+    assert result == Ratio(pytest.approx(2.0), None, None, "not tested")
 
 
-def test_what_has_no_logarithm_has_no_ratio() -> None:
+def test_values_without_a_logarithm_have_no_ratio() -> None:
     assert ratio.compare_values([0.0, 1.0], [1.0, 1.0]) is None
     assert ratio.compare_values([], [1.0]) is None
     assert ratio.compare_rates([], [Estimate(1.0)]) is None
 
 
-def test_absurd_numbers_overflow_nothing() -> None:
-    found = ratio.compare_values([1e-29, 1e29], [1e-29, 1e29])
-    assert found is not None
-    assert found.verdict == "not significant"
+def test_extreme_values_do_not_overflow() -> None:
+    result = ratio.compare_values([1e-29, 1e29], [1e-29, 1e29])
+    assert result is not None
+    assert result.verdict == "not significant"

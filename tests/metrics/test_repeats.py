@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from fixtures.report import make, training
+from fixtures.report import make_record, make_training_record
 from steelyard.metrics import repeat_groups
 from steelyard.metrics.estimates import Estimate
 from steelyard.metrics.repeat_groups import MetricSpread, RepeatGroup
 from steelyard.record.record import Record, Restart
 
-INTERVAL = {"status": "invalid", "reasons": [{"code": "interval", "text": "too wide"}]}
-QUALITY = {
+TOO_WIDE = {"status": "invalid", "reasons": [{"code": "interval", "text": "too wide"}]}
+TOO_LOW = {
     "status": "invalid",
     "reasons": [{"code": "interval", "text": "too wide"}, {"code": "quality", "text": "too low"}],
 }
@@ -24,121 +24,152 @@ FAILED = {
 }
 
 
-def run(
-    rate: float | None, acc: float = 0.5, ends: tuple[float, float] | None = None, **changes: Any
+def make_run(
+    rate: float | None,
+    acc: float = 0.5,
+    interval: tuple[float, float] | None = None,
+    **changes: Any,
 ) -> Record:
     """Return a run with this rate and accuracy; `interval` is that of the rate and `changes`
     replaces fields.
     """
     metrics = {
-        "tokens_per_device_s": {"value": rate, "unit": "tokens/s/device", "interval": ends},
+        "tokens_per_device_s": {"value": rate, "unit": "tokens/s/device", "interval": interval},
         "acc": {"value": acc, "unit": "fraction"},
         "mfu": {"value": None if rate is None else rate / 400, "unit": "fraction"},
         "mem": {"value": 10.0, "unit": "GiB"},
         "energy_per_token": {"value": None, "unit": "J/token", "note": "no counter"},
     }
-    return make(**({"metrics": metrics} | changes))
+    return make_record(**({"metrics": metrics} | changes))
 
 
-def group(*records: Record) -> RepeatGroup:
+def group_repeats(*records: Record) -> RepeatGroup:
     """Return the only group of repeats among the records."""
-    [found] = repeat_groups.find_repeat_groups(records)
-    return found
+    [repeated_runs] = repeat_groups.find_repeat_groups(records)
+    return repeated_runs
 
 
-def by_name(found: RepeatGroup) -> dict[str, MetricSpread]:
+def index_spreads_by_name(repeated_runs: RepeatGroup) -> dict[str, MetricSpread]:
     """Return the spread of each metric by the metric's name."""
-    return {one.name: one for one in found.metrics}
+    return {spread.name: spread for spread in repeated_runs.metrics}
 
 
 def test_mean_spread_and_interval_between_runs() -> None:
     """98, 100 and 102: a deviation of 2, and Student's t of two degrees of freedom. Their own
     intervals are not used.
     """
-    found = group(
-        *(run(rate, acc, (1.0, 1000.0)) for rate, acc in ((98.0, 0.4), (100.0, 0.5), (102.0, 0.6)))
+    repeated_runs = group_repeats(
+        *(
+            make_run(rate, acc, (1.0, 1000.0))
+            for rate, acc in ((98.0, 0.4), (100.0, 0.5), (102.0, 0.6))
+        )
     )
     half = 4.303 * 2 / sqrt(3)
-    told = by_name(found)
-    assert list(told) == ["rate", "mfu", "mem", "acc"]  # energy is unknown
-    rate = told["rate"]
+    spreads = index_spreads_by_name(repeated_runs)
+    assert list(spreads) == ["rate", "mfu", "mem", "acc"]  # energy is unknown
+    rate = spreads["rate"]
     assert (rate.unit, rate.runs, rate.mean.value, rate.source) == ("tokens/s", 3, 100.0, "runs")
     assert rate.mean.interval == pytest.approx((100 - half, 100 + half), rel=1e-12)
     assert (rate.deviation, rate.lowest, rate.highest) == (pytest.approx(0.02), 98.0, 102.0)
-    assert told["mfu"].mean.value == pytest.approx(0.25)
-    assert told["mfu"].deviation == pytest.approx(0.02)
-    assert told["mem"] == MetricSpread(
+    assert spreads["mfu"].mean.value == pytest.approx(0.25)
+    assert spreads["mfu"].deviation == pytest.approx(0.02)
+    assert spreads["mem"] == MetricSpread(
         "mem", "GiB", 3, Estimate(10.0, (10.0, 10.0)), "runs", 0.0, 10.0, 10.0
     )
-    assert told["acc"].mean.value == pytest.approx(0.5)
-    assert told["acc"].deviation == pytest.approx(0.2)
+    assert spreads["acc"].mean.value == pytest.approx(0.5)
+    assert spreads["acc"].deviation == pytest.approx(0.2)
 
 
 def test_the_rate_is_that_of_all_devices() -> None:
     plan = {"nodes": 1, "devices": 4, "tp": 1, "pp": 1, "dp": 4, "launcher": "local"}
-    assert by_name(group(run(100.0, plan=plan), run(100.0, plan=plan)))["rate"].mean == Estimate(
-        400.0, (400.0, 400.0)
-    )
+    assert index_spreads_by_name(
+        group_repeats(make_run(100.0, plan=plan), make_run(100.0, plan=plan))
+    )["rate"].mean == Estimate(400.0, (400.0, 400.0))
 
 
 def test_one_valid_run_has_its_own_interval() -> None:
-    found = group(run(100.0, 0.5, (95.0, 105.0)), run(50.0, 0.1, **QUALITY))
-    told = by_name(found)
-    assert told["rate"] == MetricSpread(
+    repeated_runs = group_repeats(
+        make_run(100.0, 0.5, (95.0, 105.0)), make_run(50.0, 0.1, **TOO_LOW)
+    )
+    spreads = index_spreads_by_name(repeated_runs)
+    assert spreads["rate"] == MetricSpread(
         "rate", "tokens/s", 1, Estimate(100.0, (95.0, 105.0)), "steps", None, 100.0, 100.0
     )
-    assert told["acc"] == MetricSpread("acc", "fraction", 1, Estimate(0.5), None, None, 0.5, 0.5)
+    assert spreads["acc"] == MetricSpread("acc", "fraction", 1, Estimate(0.5), None, None, 0.5, 0.5)
 
 
 def test_runs_that_are_not_valid_are_counted_and_not_averaged() -> None:
     records = [
-        run(100.0),
-        run(1.0, **INTERVAL),
-        run(100.0),
-        run(1.0, **QUALITY),
-        run(100.0),
-        run(None, **FAILED),
+        make_run(100.0),
+        make_run(1.0, **TOO_WIDE),
+        make_run(100.0),
+        make_run(1.0, **TOO_LOW),
+        make_run(100.0),
+        make_run(None, **FAILED),
     ]
-    found = group(*records)
-    assert found.records == tuple(records)
-    assert (len(found.valid), len(found.not_valid), found.interval_only) == (3, 3, 1)
-    assert by_name(found)["rate"].mean == Estimate(100.0, (100.0, 100.0))
+    repeated_runs = group_repeats(*records)
+    assert repeated_runs.records == tuple(records)
+    assert (
+        len(repeated_runs.valid),
+        len(repeated_runs.not_valid),
+        repeated_runs.interval_only,
+    ) == (3, 3, 1)
+    assert index_spreads_by_name(repeated_runs)["rate"].mean == Estimate(100.0, (100.0, 100.0))
 
 
 def test_a_run_with_an_interval_too_wide_stays_invalid_among_repeats_that_agree() -> None:
-    found = group(*(run(100.0) for _ in range(5)), run(100.0, **INTERVAL))
-    assert (by_name(found)["rate"].runs, found.interval_only) == (5, 1)
+    repeated_runs = group_repeats(*(make_run(100.0) for _ in range(5)), make_run(100.0, **TOO_WIDE))
+    assert (index_spreads_by_name(repeated_runs)["rate"].runs, repeated_runs.interval_only) == (
+        5,
+        1,
+    )
 
 
-def test_no_valid_run_has_no_numbers() -> None:
-    found = group(run(None, **FAILED), run(None, **FAILED))
-    assert (found.metrics, found.valid, len(found.not_valid)) == ((), (), 2)
-    assert group(run(1.0, **INTERVAL), run(None, **FAILED)).interval_only == 1
+def test_without_a_valid_run_there_are_no_metrics() -> None:
+    repeated_runs = group_repeats(make_run(None, **FAILED), make_run(None, **FAILED))
+    assert (repeated_runs.metrics, repeated_runs.valid, len(repeated_runs.not_valid)) == ((), (), 2)
+    assert group_repeats(make_run(1.0, **TOO_WIDE), make_run(None, **FAILED)).interval_only == 1
 
 
-def test_a_metric_that_some_runs_lack_is_that_of_the_others() -> None:
-    told = by_name(group(run(None), run(100.0), run(104.0)))
-    assert (told["rate"].runs, told["rate"].mean.value, told["mem"].runs) == (2, 102.0, 3)
+def test_a_metric_is_averaged_over_the_runs_that_have_it() -> None:
+    spreads = index_spreads_by_name(group_repeats(make_run(None), make_run(100.0), make_run(104.0)))
+    assert (spreads["rate"].runs, spreads["rate"].mean.value, spreads["mem"].runs) == (2, 102.0, 3)
     # values beyond any machine count as unknown
-    assert list(by_name(group(run(1e200), run(1e200)))) == ["mem", "acc"]
+    assert list(index_spreads_by_name(group_repeats(make_run(1e200), make_run(1e200)))) == [
+        "mem",
+        "acc",
+    ]
 
 
 def test_a_quality_below_zero_has_an_interval_around_it() -> None:
-    told = by_name(group(run(1.0, -1.0), run(1.0, -3.0)))["acc"]
-    assert told.mean.value == -2.0
-    assert told.mean.interval == pytest.approx((-2 - 12.706, -2 + 12.706))
-    assert told.deviation == pytest.approx(sqrt(2) / 2)
+    spread = index_spreads_by_name(group_repeats(make_run(1.0, -1.0), make_run(1.0, -3.0)))["acc"]
+    assert spread.mean.value == -2.0
+    assert spread.mean.interval == pytest.approx((-2 - 12.706, -2 + 12.706))
+    assert spread.deviation == pytest.approx(sqrt(2) / 2)
     # a mean of 0 has no relative deviation
-    assert by_name(group(run(1.0, -1.0), run(1.0, 1.0)))["acc"].deviation is None
+    assert (
+        index_spreads_by_name(group_repeats(make_run(1.0, -1.0), make_run(1.0, 1.0)))[
+            "acc"
+        ].deviation
+        is None
+    )
 
 
 def test_training_without_held_out_passes_has_its_loss() -> None:
     outputs = {"held_out": 4, "passes": {"train": {"stopped": None}}}
-    found = group(training(outputs=outputs), training(outputs=outputs))
-    assert [one.name for one in found.metrics] == ["rate", "mfu", "mem", "energy_per_token", "loss"]
+    repeated_runs = group_repeats(
+        make_training_record(outputs=outputs), make_training_record(outputs=outputs)
+    )
+    assert [spread.name for spread in repeated_runs.metrics] == [
+        "rate",
+        "mfu",
+        "mem",
+        "energy_per_token",
+        "loss",
+    ]
 
 
-OTHERS: dict[str, dict[str, Any]] = {
+DIFFERENT_SETTINGS: dict[str, dict[str, Any]] = {
     "case": {"case__name": "another"},
     "size": {"case__size": "smoke"},
     "key": {"case__key": "another"},
@@ -175,28 +206,35 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_runs_that_were_asked_something_else_are_no_repeats(what: str) -> None:
-    assert repeat_groups.find_repeat_groups([run(1.0), run(1.0, **OTHERS[what])]) == []
+@pytest.mark.parametrize("what", DIFFERENT_SETTINGS)
+def test_runs_with_different_settings_are_no_repeats(what: str) -> None:
+    assert (
+        repeat_groups.find_repeat_groups([make_run(1.0), make_run(1.0, **DIFFERENT_SETTINGS[what])])
+        == []
+    )
     assert [
-        len(one.records)
-        for one in repeat_groups.find_repeat_groups(
-            [run(1.0, **OTHERS[what]), run(1.0), run(1.0, **OTHERS[what])]
+        len(repeated.records)
+        for repeated in repeat_groups.find_repeat_groups(
+            [
+                make_run(1.0, **DIFFERENT_SETTINGS[what]),
+                make_run(1.0),
+                make_run(1.0, **DIFFERENT_SETTINGS[what]),
+            ]
         )
     ] == [2]
 
 
 def test_groups_come_in_the_order_of_their_first_runs() -> None:
-    one, other = {"tune__batch_tokens": 8}, {"tune__batch_tokens": 16}
+    small, large = {"tune__batch_tokens": 8}, {"tune__batch_tokens": 16}
     records = [
-        run(2.0, **other),
-        run(1.0, **one),
-        run(None, **FAILED, **other),
-        run(1.0, **one),
-        run(1.0),
+        make_run(2.0, **large),
+        make_run(1.0, **small),
+        make_run(None, **FAILED, **large),
+        make_run(1.0, **small),
+        make_run(1.0),
     ]
-    found = repeat_groups.find_repeat_groups(records)
-    assert [[record.tune.batch_tokens for record in group.records] for group in found] == [
+    groups = repeat_groups.find_repeat_groups(records)
+    assert [[record.tune.batch_tokens for record in group.records] for group in groups] == [
         [16, 16],
         [8, 8],
     ]

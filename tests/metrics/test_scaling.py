@@ -5,20 +5,20 @@ from typing import Any
 
 import pytest
 
-from fixtures.report import ENVIRONMENT, make, question
+from fixtures.report import ENVIRONMENT, make_record, make_train_question
 from steelyard.case import resolve
 from steelyard.metrics import estimates, scaling_groups
 from steelyard.metrics.estimates import Estimate
 from steelyard.record.record import Record
 
-Ends = tuple[float, float] | None
+Interval = tuple[float, float] | None
 
 
-def run(
+def make_run(
     nodes: int,
     devices: int,
-    per_device: float | None,
-    ends: Ends = None,
+    tokens_per_device_s: float | None,
+    interval: Interval = None,
     tp: int = 1,
     **changes: Any,
 ) -> Record:
@@ -32,12 +32,16 @@ def run(
         "launcher": "local",
     }
     metrics = {
-        "tokens_per_device_s": {"value": per_device, "unit": "tokens/s/device", "interval": ends}
+        "tokens_per_device_s": {
+            "value": tokens_per_device_s,
+            "unit": "tokens/s/device",
+            "interval": interval,
+        }
     }
-    return make(plan=plan, metrics=metrics, **changes)
+    return make_record(plan=plan, metrics=metrics, **changes)
 
 
-def table(*records: Record) -> list[tuple[str, str, int, float, float, float]]:
+def list_scaling_rows(*records: Record) -> list[tuple[str, str, int, float, float, float]]:
     """Return the rows of the only scaling group: configuration, plan, number of runs, rate,
     speed-up and efficiency.
     """
@@ -56,7 +60,7 @@ def table(*records: Record) -> list[tuple[str, str, int, float, float, float]]:
 
 
 def test_speed_up_and_efficiency_are_against_the_fewest_devices() -> None:
-    assert table(run(2, 8, 60.0), run(1, 2, 100.0), run(1, 8, 75.0)) == [
+    assert list_scaling_rows(make_run(2, 8, 60.0), make_run(1, 2, 100.0), make_run(1, 8, 75.0)) == [
         ("1x2", "TP1PP1DP2", 1, 200.0, 1.0, 1.0),
         ("1x8", "TP1PP1DP8", 1, 600.0, 3.0, 0.75),
         ("2x8", "TP1PP1DP16", 1, 960.0, 4.8, 0.6),
@@ -64,11 +68,13 @@ def test_speed_up_and_efficiency_are_against_the_fewest_devices() -> None:
 
 
 def test_rate_is_that_of_all_devices_with_its_interval() -> None:
-    assert estimates.estimate_rate(run(2, 4, 10.0, (9.0, 12.0))) == Estimate(80.0, (72.0, 96.0))
-    assert estimates.estimate_rate(run(1, 1, 10.0)) == Estimate(10.0, None)
-    assert estimates.estimate_rate(run(1, 1, None)) is None
-    assert estimates.estimate_rate(run(1, 1, 0.0)) is None
-    assert estimates.estimate_rate(make(metrics={})) is None
+    assert estimates.estimate_rate(make_run(2, 4, 10.0, (9.0, 12.0))) == Estimate(
+        80.0, (72.0, 96.0)
+    )
+    assert estimates.estimate_rate(make_run(1, 1, 10.0)) == Estimate(10.0, None)
+    assert estimates.estimate_rate(make_run(1, 1, None)) is None
+    assert estimates.estimate_rate(make_run(1, 1, 0.0)) is None
+    assert estimates.estimate_rate(make_record(metrics={})) is None
 
 
 def test_division_open_counts_samples() -> None:
@@ -77,12 +83,12 @@ def test_division_open_counts_samples() -> None:
         "samples_per_s": {"value": 30.0, "unit": "questions/s", "interval": (29.0, 31.0)},
     }
     plan = {"nodes": 1, "devices": 2, "tp": 1, "pp": 1, "dp": 2, "launcher": "local"}
-    found = make(case__division="open", metrics=metrics, plan=plan)
-    assert estimates.estimate_rate(found) == Estimate(30.0, (29.0, 31.0))
-    other = make(
+    two_devices = make_record(case__division="open", metrics=metrics, plan=plan)
+    assert estimates.estimate_rate(two_devices) == Estimate(30.0, (29.0, 31.0))
+    one_device = make_record(
         case__division="open", metrics={"samples_per_s": {"value": 20.0, "unit": "questions/s"}}
     )
-    [group] = scaling_groups.find_scaling_groups([found, other])
+    [group] = scaling_groups.find_scaling_groups([two_devices, one_device])
     assert (group.unit, group.base.plan.config, group.rows[1].speedup) == (
         "questions/s",
         "1x1",
@@ -92,7 +98,7 @@ def test_division_open_counts_samples() -> None:
 
 def test_interval_of_a_ratio_adds_relative_errors_as_squares() -> None:
     [group] = scaling_groups.find_scaling_groups(
-        [run(1, 1, 100.0, (97.0, 104.0)), run(1, 2, 80.0, (77.6, 84.0))]
+        [make_run(1, 1, 100.0, (97.0, 104.0)), make_run(1, 2, 80.0, (77.6, 84.0))]
     )
     base, row = group.rows
     assert (base.source, base.rate, base.speedup, base.efficiency, base.is_base) == (
@@ -112,15 +118,17 @@ def test_interval_of_a_ratio_adds_relative_errors_as_squares() -> None:
 
 
 def test_interval_is_unknown_where_one_of_the_rates_has_none() -> None:
-    [group] = scaling_groups.find_scaling_groups([run(1, 1, 100.0), run(1, 2, 80.0, (77.6, 84.0))])
+    [group] = scaling_groups.find_scaling_groups(
+        [make_run(1, 1, 100.0), make_run(1, 2, 80.0, (77.6, 84.0))]
+    )
     assert [row.source for row in group.rows] == [None, "steps"]
     assert [row.speedup.interval for row in group.rows] == [None, None]
     assert group.rows[1].rate.interval == (155.2, 168.0)
 
 
 def test_several_runs_are_one_mean_with_the_spread_between_them() -> None:
-    three = [run(1, 1, value, (1.0, 1000.0)) for value in (98.0, 100.0, 102.0)]
-    [group] = scaling_groups.find_scaling_groups([*three, run(1, 2, 90.0, (90.0, 90.0))])
+    three = [make_run(1, 1, value, (1.0, 1000.0)) for value in (98.0, 100.0, 102.0)]
+    [group] = scaling_groups.find_scaling_groups([*three, make_run(1, 2, 90.0, (90.0, 90.0))])
     base, row = group.rows
     # Student's t of two degrees of freedom, standard error of three runs
     half = 4.303 * sqrt(4.0 / 3)
@@ -134,7 +142,7 @@ def test_several_runs_are_one_mean_with_the_spread_between_them() -> None:
 
 def test_two_runs_far_apart_have_an_interval_that_ends_at_zero() -> None:
     [group] = scaling_groups.find_scaling_groups(
-        [run(1, 1, 50.0), run(1, 1, 150.0), run(1, 2, 60.0), run(1, 2, 60.0)]
+        [make_run(1, 1, 50.0), make_run(1, 1, 150.0), make_run(1, 2, 60.0), make_run(1, 2, 60.0)]
     )
     base, row = group.rows
     half = 12.706 * sqrt(5000.0 / 2)
@@ -144,20 +152,28 @@ def test_two_runs_far_apart_have_an_interval_that_ends_at_zero() -> None:
     assert row.speedup.interval == pytest.approx((0.0, 1.2 * 2))
 
 
-def test_plans_of_one_number_of_devices_are_rows_of_their_own() -> None:
-    tp2, dp2, spread = run(1, 2, 70.0, tp=2, tune__parallel="TP"), run(1, 2, 90.0), run(2, 1, 80.0)
-    assert table(run(1, 1, 100.0), spread, tp2, dp2) == [
+def test_plans_with_equal_numbers_of_devices_are_separate_rows() -> None:
+    tp2, dp2, spread = (
+        make_run(1, 2, 70.0, tp=2, tune__parallel="TP"),
+        make_run(1, 2, 90.0),
+        make_run(2, 1, 80.0),
+    )
+    assert list_scaling_rows(make_run(1, 1, 100.0), spread, tp2, dp2) == [
         ("1x1", "TP1PP1DP1", 1, 100.0, 1.0, 1.0),
         ("1x2", "TP1PP1DP2", 1, 180.0, 1.8, 0.9),
         ("1x2", "TP2PP1DP1", 1, 140.0, 1.4, 0.7),
         ("2x1", "TP1PP1DP2", 1, 160.0, 1.6, 0.8),
     ]
     # Of several plans on the fewest devices the fastest is the base, and the others are below it.
-    assert [row[4] for row in table(tp2, dp2, run(1, 4, 90.0))] == [1.0, 140 / 180, 2.0]
+    assert [row[4] for row in list_scaling_rows(tp2, dp2, make_run(1, 4, 90.0))] == [
+        1.0,
+        140 / 180,
+        2.0,
+    ]
     assert scaling_groups.find_scaling_groups([spread, tp2, dp2]) == []
 
 
-OTHERS: dict[str, dict[str, Any]] = {
+INCOMPARABLE: dict[str, dict[str, Any]] = {
     "key": {"case__key": "another"},
     "division": {"case__division": "open"},
     "precision": {"case__precision": "fp16"},
@@ -173,23 +189,23 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_what_cannot_be_compared_is_in_no_group(what: str) -> None:
-    changes = OTHERS[what]
-    other = run(1, 2, 90.0, **changes)
+@pytest.mark.parametrize("what", INCOMPARABLE)
+def test_incomparable_runs_are_in_no_group(what: str) -> None:
+    changes = INCOMPARABLE[what]
+    other = make_run(1, 2, 90.0, **changes)
     if what == "division":
-        other = make(
+        other = make_record(
             **changes,
             plan=other.plan.model_dump(),
             metrics={"samples_per_s": {"value": 1.0, "unit": "questions/s"}},
         )
-    assert scaling_groups.find_scaling_groups([run(1, 1, 100.0), run(1, 2, 90.0)]) != []
-    assert scaling_groups.find_scaling_groups([run(1, 1, 100.0), other]) == []
+    assert scaling_groups.find_scaling_groups([make_run(1, 1, 100.0), make_run(1, 2, 90.0)]) != []
+    assert scaling_groups.find_scaling_groups([make_run(1, 1, 100.0), other]) == []
 
 
-def test_samples_of_different_size_are_apart_and_numbers_of_steps_are_not() -> None:
+def test_runs_are_grouped_by_sample_size_and_not_by_steps() -> None:
     def window(devices: int, **scope: int) -> Record:
-        return run(1, devices, 10.0, scope={"kind": "window"} | scope)
+        return make_run(1, devices, 10.0, scope={"kind": "window"} | scope)
 
     assert scaling_groups.find_scaling_groups([window(1, sample=8), window(2, sample=16)]) == []
     assert [
@@ -203,14 +219,14 @@ def test_samples_of_different_size_are_apart_and_numbers_of_steps_are_not() -> N
 def test_groups_come_in_the_order_of_their_records() -> None:
     small, large = {"tune__batch_tokens": 8}, {"tune__batch_tokens": 16}
     records = [
-        run(1, 1, 2.0, **large),
-        run(1, 1, 1.0, **small),
-        run(1, 2, 1.0, **small),
-        run(1, 2, 2.0, **large),
+        make_run(1, 1, 2.0, **large),
+        make_run(1, 1, 1.0, **small),
+        make_run(1, 2, 1.0, **small),
+        make_run(1, 2, 2.0, **large),
     ]
-    found = scaling_groups.find_scaling_groups(records)
-    assert [group.records[0].tune.batch_tokens for group in found] == [16, 8]
-    assert [[row.speedup.value for row in group.rows] for group in found] == [
+    groups = scaling_groups.find_scaling_groups(records)
+    assert [group.records[0].tune.batch_tokens for group in groups] == [16, 8]
+    assert [[row.speedup.value for row in group.rows] for group in groups] == [
         [1.0, 2.0],
         [1.0, 2.0],
     ]
@@ -222,12 +238,14 @@ def test_training_counts_tokens_and_a_cloze_counts_samples() -> None:
         "samples_per_s": {"value": 3.0, "unit": "x"},
     }
     cloze = resolve.resolve_case("glm-large-record").case.question.model_dump(mode="json")
-    assert estimates.estimate_rate(make(case__question=question(), metrics=metrics)) == Estimate(
-        7.0
+    assert estimates.estimate_rate(
+        make_record(case__question=make_train_question(), metrics=metrics)
+    ) == Estimate(7.0)
+    assert estimates.estimate_rate(make_record(case__question=cloze, metrics=metrics)) == Estimate(
+        3.0
     )
-    assert estimates.estimate_rate(make(case__question=cloze, metrics=metrics)) == Estimate(3.0)
 
 
 @pytest.mark.parametrize("value", [1e300, 1e-300])
-def test_absurd_rates_are_unknown(value: float) -> None:
-    assert scaling_groups.find_scaling_groups([run(1, 1, value), run(1, 2, value)]) == []
+def test_extreme_rates_are_unknown(value: float) -> None:
+    assert scaling_groups.find_scaling_groups([make_run(1, 1, value), make_run(1, 2, value)]) == []

@@ -18,11 +18,11 @@ from steelyard.run.worker_files import RankFile
 from steelyard.words import Message
 
 GIB = 1 << 30
-TOKENS = [100, 100, 100, 100, 100, 100]  # tokens of each step of one rank
+TOKENS_OF_STEPS = [100, 100, 100, 100, 100, 100]  # tokens of each step of one rank
 PEAK = {"name": "chip", "flops_per_s": {"bf16": 4e6}, "source": "datasheet"}
 
 
-def resolved(**changes: Any) -> resolve.ResolvedCase:
+def resolve_small_case(**changes: Any) -> resolve.ResolvedCase:
     """Return the MMLU case with a model of round numbers: 2 layers, hidden 8, 2 heads, ffn 16,
     vocabulary 32.
     """
@@ -35,13 +35,17 @@ def resolved(**changes: Any) -> resolve.ResolvedCase:
         "vocab=32",
         "nominal_parameters=1000",
     ]
-    settings = [f"question.model.{one}" for one in sets] + list(changes.pop("settings", []))
+    settings = [f"question.model.{setting}" for setting in sets] + list(changes.pop("settings", []))
     # without origins, as if all values stood in the case file
     return replace(resolve.resolve_case("llama2-7b-mmlu", settings=settings, **changes), origins={})
 
 
-def rank_file(
-    rank: int = 0, compute_s: float = 0.5, step_s: float = 1.0, hidden_s: float = 0.0, **over: Any
+def make_rank_file(
+    rank: int = 0,
+    compute_s: float = 0.5,
+    step_s: float = 1.0,
+    hidden_s: float = 0.0,
+    **overrides: Any,
 ) -> dict[str, Any]:
     """Return the content of one rank's file: passes val (from 10 s) and infer (from 30 s) of six
     steps each.
@@ -53,7 +57,7 @@ def rank_file(
     windows = []
     for start_s, name in ((10.0, "val"), (30.0, "infer")):
         time_s = step_s * (2 if name == "val" else 1)
-        for step, tokens in enumerate(TOKENS):
+        for step, tokens in enumerate(TOKENS_OF_STEPS):
             counts = {
                 "tokens": tokens,
                 "samples": 2,
@@ -76,7 +80,7 @@ def rank_file(
                 "counts": counts,
             }
             samples.append(sample)
-        wall = len(TOKENS) * time_s + hidden_s
+        wall = len(TOKENS_OF_STEPS) * time_s + hidden_s
         windows.append(
             {
                 "pass": name,
@@ -89,7 +93,7 @@ def rank_file(
         windows[-1]["reserved_bytes"] = 4 * GIB
     items = list(range(12))
     table = {"items": items, "best": [4] * 12, "choice": [0] * 12, "finite": [1] * 12}
-    out = {
+    content = {
         "rank": rank,
         "device": f"cuda:{rank}",
         "status": "done",
@@ -121,10 +125,10 @@ def rank_file(
             | {"letters": [4, 5, 6, 7], "passes": {}}
         ),
     }
-    return out | over
+    return content | overrides
 
 
-def series(device: str = "cuda:0", **columns: Any) -> TelemetrySeries:
+def make_telemetry(device: str = "cuda:0", **columns: Any) -> TelemetrySeries:
     """Return five telemetry readings of a device; `columns` replaces columns."""
     base = {
         "t_s": [0.0, 31.0, 33.0, 35.0, 50.0],
@@ -137,7 +141,9 @@ def series(device: str = "cuda:0", **columns: Any) -> TelemetrySeries:
     return TelemetrySeries.model_validate(table)
 
 
-def facts(devices: int = 1, peak: dict[str, Any] | None = PEAK, **over: Any) -> dict[str, Any]:
+def make_run_facts(
+    devices: int = 1, peak: dict[str, Any] | None = PEAK, **overrides: Any
+) -> dict[str, Any]:
     """Return what the parent process knows of a run, as keyword arguments of the draft of a record."""
     hardware = {"devices": [{"name": "chip", "uuid": None, "memory_bytes": 80 * GIB}], "peak": peak}
     base: dict[str, Any] = {
@@ -147,50 +153,58 @@ def facts(devices: int = 1, peak: dict[str, Any] | None = PEAK, **over: Any) -> 
             {"hardware": hardware, "software": {"cuda": None}, "source": {}}
         ),
         "site": {},
-        "telemetry": [series(f"cuda:{i}") for i in range(devices)],
+        "telemetry": [make_telemetry(f"cuda:{i}") for i in range(devices)],
         "plan": Plan(nodes=1, devices=devices, tp=1, pp=1, dp=devices, launcher="local"),
         "scope": Scope(kind="full"),
     }
-    return base | over
+    return base | overrides
 
 
-def outcome(*ranks: dict[str, Any], code: str | None = None) -> tuple[RankResults, Failure | None]:
+def make_outcome(
+    *ranks: dict[str, Any], code: str | None = None
+) -> tuple[RankResults, Failure | None]:
     """Return the ranks' results and the failure, which is None without a `code`."""
     files = [RankFile.model_validate(rank) for rank in ranks]
-    results = RankResults({one.rank: one for one in files}, agent_output="tail")
+    results = RankResults({file.rank: file for file in files}, agent_output="tail")
     return results, None if code is None else Failure(code, "text")
 
 
-def made(*ranks: dict[str, Any], **options: Any) -> Record:
+def make_mmlu_record(*ranks: dict[str, Any], **options: Any) -> Record:
     """Return the record of a run of these ranks, one good rank by default.
 
     Options are `resolved` (the case), `facts` (of the parent) and `code` (of a failure).
     """
-    one = options.pop("resolved", None) or resolved()
-    chosen = ranks or (rank_file(),)
-    known = options.pop("facts", None) or facts(len(chosen))
-    return assembled(one, known, outcome(*chosen, **options))
+    resolved_case = options.pop("resolved", None) or resolve_small_case()
+    rank_files = ranks or (make_rank_file(),)
+    run_facts = options.pop("facts", None) or make_run_facts(len(rank_files))
+    return assemble_record(resolved_case, run_facts, make_outcome(*rank_files, **options))
 
 
-def assembled(
-    one: resolve.ResolvedCase, known: dict[str, Any], ended: tuple[RankResults, Failure | None]
+def assemble_record(
+    resolved_case: resolve.ResolvedCase,
+    run_facts: dict[str, Any],
+    run_outcome: tuple[RankResults, Failure | None],
 ) -> Record:
     """Assemble the record of a run that starts at second 1000 and ends at 1025.5 of the clock."""
-    draft = assemble.make_draft(one, EngineFacts(name="torch", details=EngineDetails()), **known)
+    draft = assemble.make_draft(
+        resolved_case, EngineFacts(name="torch", details=EngineDetails()), **run_facts
+    )
     times = assemble.RunTimes(
         origin_s=1000.0, agents_started_s=1000.25, workers_started_s=1000.5, ended_s=1025.0
     )
-    return assemble.assemble_record(draft, one.case, times, *ended, clock=lambda: 1025.5)
+    return assemble.assemble_record(
+        draft, resolved_case.case, times, *run_outcome, clock=lambda: 1025.5
+    )
 
 
-def value(found: Record, name: str) -> float | None:
+def get_metric_value(record: Record, name: str) -> float | None:
     """Return the value of the metric `name`, or None if it is unknown."""
-    return found.metrics[name].value
+    return record.metrics[name].value
 
 
 def test_budget_adds_up_to_e2e_time():
-    found = made()
-    assert found.budget == {
+    record = make_mmlu_record()
+    assert record.budget == {
         "start": 0.25,
         "agents": 0.25,
         "launch": 25.0 - 0.5 - 20.5,
@@ -200,42 +214,42 @@ def test_budget_adds_up_to_e2e_time():
         "harness": 0.5,
         "record": 0.5,
     }
-    assert value(found, "e2e_time") == sum(found.budget.values()) == 25.5
+    assert get_metric_value(record, "e2e_time") == sum(record.budget.values()) == 25.5
 
 
 def test_rates_are_total_work_over_total_time():
-    found = made()
-    assert value(found, "p_infer_whole") == 600 / 6.0
-    assert value(found, "p_infer_core") == 600 / 3.0
-    assert value(found, "p_val_whole") == 600 / 12.0
-    assert value(found, "p_val_core") == 600 / 6.0
-    assert value(found, "tokens_per_device_s") == 100.0
-    assert value(found, "samples_per_s") == 2.0
-    assert found.metrics["p_infer_whole"].unit == "tokens/s"
-    assert found.metrics["p_infer_whole"].interval == (100.0, 100.0)  # equal steps: no spread
+    record = make_mmlu_record()
+    assert get_metric_value(record, "p_infer_whole") == 600 / 6.0
+    assert get_metric_value(record, "p_infer_core") == 600 / 3.0
+    assert get_metric_value(record, "p_val_whole") == 600 / 12.0
+    assert get_metric_value(record, "p_val_core") == 600 / 6.0
+    assert get_metric_value(record, "tokens_per_device_s") == 100.0
+    assert get_metric_value(record, "samples_per_s") == 2.0
+    assert record.metrics["p_infer_whole"].unit == "tokens/s"
+    assert record.metrics["p_infer_whole"].interval == (100.0, 100.0)  # equal steps: no spread
 
 
-def test_in_division_open_work_is_questions():
-    found = made(resolved=resolved(division="open"))
-    assert (value(found, "p_infer_whole"), found.metrics["p_infer_whole"].unit) == (
+def test_in_division_open_rates_count_questions():
+    record = make_mmlu_record(resolved=resolve_small_case(division="open"))
+    assert (get_metric_value(record, "p_infer_whole"), record.metrics["p_infer_whole"].unit) == (
         2.0,
         "questions/s",
     )
 
 
-def test_hidden_time_lowers_the_whole_rate_and_is_caught():
-    found = made(rank_file(hidden_s=6.0))
-    assert value(found, "p_infer_whole") == 600 / 12.0
-    assert found.status == "invalid"
-    assert {reason.code for reason in found.reasons} == {"unaccounted"}
-    assert found.reasons[1].text.values["share"] == 0.5
+def test_time_outside_steps_lowers_the_whole_rate_and_is_unaccounted():
+    record = make_mmlu_record(make_rank_file(hidden_s=6.0))
+    assert get_metric_value(record, "p_infer_whole") == 600 / 12.0
+    assert record.status == "invalid"
+    assert {reason.code for reason in record.reasons} == {"unaccounted"}
+    assert record.reasons[1].text.values["share"] == 0.5
 
 
 def test_two_ranks_add_their_work_and_the_slower_one_sets_the_time():
-    slow = rank_file(1, step_s=2.0)
+    slow = make_rank_file(1, step_s=2.0)
     halves = ({"items": list(range(6))}, {"items": list(range(6, 12))})
     ranks = []
-    for rank, half in zip((rank_file(0), slow), halves, strict=True):
+    for rank, half in zip((make_rank_file(0), slow), halves, strict=True):
         table = {"items": half["items"], "best": [4] * 6, "choice": [0] * 6, "finite": [1] * 6}
         ranks.append(
             rank
@@ -244,30 +258,30 @@ def test_two_ranks_add_their_work_and_the_slower_one_sets_the_time():
                 "data": rank["data"] | {"tokens": 1200},
             }
         )
-    found = made(*ranks)
-    assert value(found, "p_infer_whole") == 1200 / 12.0
-    assert value(found, "p_infer_core") == 1200 / 6.0
-    assert value(found, "tokens_per_device_s") == 50.0
-    assert found.status == "valid", found.reasons
+    record = make_mmlu_record(*ranks)
+    assert get_metric_value(record, "p_infer_whole") == 1200 / 12.0
+    assert get_metric_value(record, "p_infer_core") == 1200 / 6.0
+    assert get_metric_value(record, "tokens_per_device_s") == 50.0
+    assert record.status == "valid", record.reasons
 
 
 def test_mfu_in_three_conventions():
-    found = made()
+    record = make_mmlu_record()
     # A layer: 8·(2+4)·4 for QKV, 8·8 out, 3·8·16 feed-forward = 640 weights; two layers 1280.
     causal = 2 * 1280 * 600 + 2 * 32 * 8 * 12 + 4 * 2 * 8 * 2525 * 6
     # Parameters without the input embedding: 1280 + 5 norms of 8 + output embedding of 256.
     palm = 2 * (1280 + 40 + 256) * 600 + 4 * 2 * 8 * 5000 * 6
-    assert value(found, "flops_causal") == causal
-    assert value(found, "flops_palm") == palm
-    assert value(found, "flops_nominal") == 2 * 1000 * 600
-    assert value(found, "mfu") == causal / 6.0 / 4e6
-    assert value(found, "mfu_core") == causal / 3.0 / 4e6
-    assert value(found, "mfu_achievable") == causal / 6.0 / 2e6
-    assert value(found, "mfu_palm") == palm / 6.0 / 4e6
-    assert value(found, "mfu_nominal") == 1_200_000 / 6.0 / 4e6
+    assert get_metric_value(record, "flops_causal") == causal
+    assert get_metric_value(record, "flops_palm") == palm
+    assert get_metric_value(record, "flops_nominal") == 2 * 1000 * 600
+    assert get_metric_value(record, "mfu") == causal / 6.0 / 4e6
+    assert get_metric_value(record, "mfu_core") == causal / 3.0 / 4e6
+    assert get_metric_value(record, "mfu_achievable") == causal / 6.0 / 2e6
+    assert get_metric_value(record, "mfu_palm") == palm / 6.0 / 4e6
+    assert get_metric_value(record, "mfu_nominal") == 1_200_000 / 6.0 / 4e6
 
 
-OWN = [
+CASE_MATMULS = [
     # 300 FLOPs
     {"name": "up", "layout": "nt", "m": 10, "n": 5, "k": 1, "count": 3, "flops_per_s": 1e6},
     # 100 FLOPs
@@ -275,218 +289,237 @@ OWN = [
 ]
 
 
-def test_the_achievable_rate_is_that_of_the_cases_own_shapes():
+def test_the_matmul_rate_is_total_flops_over_total_time_of_the_case_shapes():
     """All FLOPs over all time: 400 in 0.3 ms and 0.2 ms. A mean of the two rates, or the rate of
     the square matmul, would differ.
     """
-    found = made(rank_file(matmuls=OWN))
-    assert value(found, "matmul_rate") == pytest.approx(8e5, rel=1e-12)
-    assert value(found, "mfu_achievable") == pytest.approx(
-        value(found, "flops_causal") / 6.0 / 8e5, rel=1e-12
+    record = make_mmlu_record(make_rank_file(matmuls=CASE_MATMULS))
+    assert get_metric_value(record, "matmul_rate") == pytest.approx(8e5, rel=1e-12)
+    assert get_metric_value(record, "mfu_achievable") == pytest.approx(
+        get_metric_value(record, "flops_causal") / 6.0 / 8e5, rel=1e-12
     )
-    older = metrics.derive_metrics(found.model_copy(update={"formulas": None}))
-    assert older["matmul_rate"].value == 2e6
+    older_metrics = metrics.derive_metrics(record.model_copy(update={"formulas": None}))
+    assert older_metrics["matmul_rate"].value == 2e6
 
 
 def test_without_a_datasheet_row_there_is_no_mfu():
-    found = made(facts=facts(peak=None))
-    assert value(found, "mfu") is None
-    assert found.metrics["mfu"].note == Message("metric.no_peak")
-    assert value(found, "mfu_achievable") is not None
+    record = make_mmlu_record(facts=make_run_facts(peak=None))
+    assert get_metric_value(record, "mfu") is None
+    assert record.metrics["mfu"].note == Message("metric.no_peak")
+    assert get_metric_value(record, "mfu_achievable") is not None
 
 
 def test_a_precision_without_a_datasheet_rate_has_no_mfu():
-    found = made(resolved=resolved(precision="tf32"))
-    assert (value(found, "mfu"), found.metrics["mfu"].note) == (
+    record = make_mmlu_record(resolved=resolve_small_case(precision="tf32"))
+    assert (get_metric_value(record, "mfu"), record.metrics["mfu"].note) == (
         None,
         Message("metric.no_peak_rate", {"row": "chip", "precision": "tf32"}),
     )
 
 
 def test_memory_and_energy_are_those_of_the_headline_pass():
-    found = made()
-    assert value(found, "mem") == 7.0  # the 90 GiB came after the pass
-    assert value(found, "mem_total") == 80.0
-    assert (value(found, "mem_allocated"), value(found, "mem_reserved")) == (3.0, 4.0)
-    assert value(found, "energy") == pytest.approx(600.0)  # 100 W over 30 s to 36 s
-    assert value(found, "energy_per_token") == pytest.approx(1.0)
-    assert value(found, "energy_per_sample") == pytest.approx(50.0)
-    assert (value(found, "tokens_per_joule"), value(found, "samples_per_joule")) == pytest.approx(
-        (1.0, 0.02)
-    )
-    assert [found.metrics[name].unit for name in ("tokens_per_joule", "samples_per_joule")] == [
+    record = make_mmlu_record()
+    assert get_metric_value(record, "mem") == 7.0  # the 90 GiB came after the pass
+    assert get_metric_value(record, "mem_total") == 80.0
+    assert (
+        get_metric_value(record, "mem_allocated"),
+        get_metric_value(record, "mem_reserved"),
+    ) == (3.0, 4.0)
+    assert get_metric_value(record, "energy") == pytest.approx(600.0)  # 100 W over 30 s to 36 s
+    assert get_metric_value(record, "energy_per_token") == pytest.approx(1.0)
+    assert get_metric_value(record, "energy_per_sample") == pytest.approx(50.0)
+    assert (
+        get_metric_value(record, "tokens_per_joule"),
+        get_metric_value(record, "samples_per_joule"),
+    ) == pytest.approx((1.0, 0.02))
+    assert [record.metrics[name].unit for name in ("tokens_per_joule", "samples_per_joule")] == [
         "tokens/J",
         "questions/J",
     ]
-    assert found.metrics["energy"].note is None
+    assert record.metrics["energy"].note is None
 
 
-def test_a_pass_between_two_readings_has_the_memory_around_it():
+def test_memory_of_a_pass_between_readings_is_that_of_the_readings_around_it():
     # the pass is from 30 s to 36 s, a reading every 2 s
-    late = series(t_s=[0.0, 28.5, 37.5, 40.0, 50.0])
-    found = made(facts=facts(telemetry=[late]))
-    assert value(found, "mem") == 7.0
-    assert found.metrics["mem"].note == Message("metric.memory_around")
+    late = make_telemetry(t_s=[0.0, 28.5, 37.5, 40.0, 50.0])
+    record = make_mmlu_record(facts=make_run_facts(telemetry=[late]))
+    assert get_metric_value(record, "mem") == 7.0
+    assert record.metrics["mem"].note == Message("metric.memory_around")
 
 
-def test_a_device_that_tells_nothing_has_null_with_a_reason():
-    found = made(facts=facts(telemetry=[series(memory_bytes=[None] * 5, energy_j=[None] * 5)]))
-    assert (value(found, "mem"), value(found, "energy")) == (None, None)
-    assert found.metrics["mem"].note == Message("metric.no_memory")
-    assert found.metrics["energy"].note == Message(
+def test_a_device_without_readings_has_null_metrics_with_a_reason():
+    record = make_mmlu_record(
+        facts=make_run_facts(
+            telemetry=[make_telemetry(memory_bytes=[None] * 5, energy_j=[None] * 5)]
+        )
+    )
+    assert (get_metric_value(record, "mem"), get_metric_value(record, "energy")) == (None, None)
+    assert record.metrics["mem"].note == Message("metric.no_memory")
+    assert record.metrics["energy"].note == Message(
         "energy.device", {"device": "cuda:0", "why": Message("energy.nothing")}
     )
-    assert found.metrics["tokens_per_joule"].note == found.metrics["energy"].note
+    assert record.metrics["tokens_per_joule"].note == record.metrics["energy"].note
 
 
-def test_quality_is_worked_out_from_the_answers():
-    found = made()  # every answer is A; gold is ABCD three times
-    assert value(found, "acc") == 0.25
-    assert value(found, "acc_choice") == 0.25
-    assert value(found, "acc_se") == pytest.approx((0.25 * 0.75 / 12) ** 0.5)
-    assert value(found, "agreement") == 1.0
-    assert (found.quality.evaluated, found.quality.value) == (False, 0.25)
-    assert found.quality.note == words.join_messages(
+def test_quality_is_derived_from_the_answers():
+    record = make_mmlu_record()  # every answer is A; gold is ABCD three times
+    assert get_metric_value(record, "acc") == 0.25
+    assert get_metric_value(record, "acc_choice") == 0.25
+    assert get_metric_value(record, "acc_se") == pytest.approx((0.25 * 0.75 / 12) ** 0.5)
+    assert get_metric_value(record, "agreement") == 1.0
+    assert (record.quality.evaluated, record.quality.value) == (False, 0.25)
+    assert record.quality.note == words.join_messages(
         Message("quality.random"), Message("quality.other_data")
     )
 
 
-def real(**answers: Any) -> Record:
+def make_gated_record(**answers: Any) -> Record:
     """Return a record that the quality gate applies to: full scope, weights that are not random,
     the published data.
 
     `answers` replaces outputs of passes.
     """
-    rank = rank_file()
+    rank = make_rank_file()
     rank["weights"] = {"source": "huggingface"}
     rank["data"]["published"] = True
     for name, table in answers.items():
         rank["outputs"] = rank["outputs"] | {name: rank["outputs"][name] | table}
     target = ["gate.target=0.25", "gate.within=0.01"]
-    return made(rank, resolved=resolved(settings=target))
+    return make_mmlu_record(rank, resolved=resolve_small_case(settings=target))
 
 
-def test_a_changed_question_is_not_judged_and_says_so():
-    one = resolve.resolve_case(
+def test_quality_of_a_changed_question_is_not_evaluated():
+    resolved_case = resolve.resolve_case(
         "llama2-7b-mmlu", settings=["question.data.shots=0", "max_interval=9", "gate.within=0.5"]
     )
-    rank = rank_file()
+    rank = make_rank_file()
     rank["weights"], rank["data"]["published"] = {"source": "huggingface"}, True
-    found = made(rank, resolved=one)
-    assert found.quality.note == Message("quality.changed")
-    assert found.notes[-3:] == [
+    record = make_mmlu_record(rank, resolved=resolved_case)
+    assert record.quality.note == Message("quality.changed")
+    assert record.notes[-3:] == [
         Message("note.question", {"keys": ("question.data.shots",)}),
         Message("note.limits", {"keys": ("max_interval", "gate.within")}),
         Message("note.modified", {"case": "llama2-7b-mmlu", "parts": ("gate", "max_interval")}),
     ]
 
 
-def test_a_sample_of_open_says_that_it_shares_less():
-    found = made(
-        resolved=resolved(division="open"), facts=facts(scope=Scope(kind="window", sample=12))
+def test_a_sample_in_division_open_is_noted():
+    record = make_mmlu_record(
+        resolved=resolve_small_case(division="open"),
+        facts=make_run_facts(scope=Scope(kind="window", sample=12)),
     )
-    assert found.notes[-1] == Message("note.sample")
+    assert record.notes[-1] == Message("note.sample")
 
 
 def test_the_gate_passes_and_fails():
-    assert (real().status, real().quality.evaluated) == ("valid", True)
+    assert (make_gated_record().status, make_gated_record().quality.evaluated) == ("valid", True)
     two_right = {"best": [4, 9, 9, 9] * 2 + [9] * 4}
-    wrong = real(infer=two_right, val=two_right)
+    wrong = make_gated_record(infer=two_right, val=two_right)
     assert wrong.status == "invalid"
     assert [reason.code for reason in wrong.reasons] == ["quality"]
-    told = {"metric": "acc", "value": 2 / 12, "target": 0.25, "within": 0.01}
-    assert wrong.reasons[0].text == Message("check.gate.bad", told)
+    values = {"metric": "acc", "value": 2 / 12, "target": 0.25, "within": 0.01}
+    assert wrong.reasons[0].text == Message("check.gate.bad", values)
 
 
 def test_infer_and_val_must_agree():
-    apart = real(val={"best": [9] * 12})
+    apart = make_gated_record(val={"best": [9] * 12})
     assert [reason.code for reason in apart.reasons] == ["quality"]
     assert apart.reasons[0].text == Message("check.gate_agree.bad", {"apart": 0.25, "most": 0.005})
 
 
 def test_a_power_cap_is_a_note_and_a_thermal_slowdown_invalidates():
-    assert made().status == "valid"
-    told = {"device": "cuda:0", "reason": "sw_power_cap", "share": 2 / 3}
-    assert made().notes[0] == Message("note.slowdown", told)
-    hot = made(facts=facts(telemetry=[series(reasons=[[], [], ["hw_thermal_slowdown"], [], []])]))
+    assert make_mmlu_record().status == "valid"
+    values = {"device": "cuda:0", "reason": "sw_power_cap", "share": 2 / 3}
+    assert make_mmlu_record().notes[0] == Message("note.slowdown", values)
+    hot = make_mmlu_record(
+        facts=make_run_facts(
+            telemetry=[make_telemetry(reasons=[[], [], ["hw_thermal_slowdown"], [], []])]
+        )
+    )
     assert [reason.code for reason in hot.reasons] == ["slowdown"]
 
 
 def test_another_process_on_the_device_invalidates():
-    found = made(facts=facts(telemetry=[series(processes=[0, 1, 2, 1, 0])]))
-    assert [reason.code for reason in found.reasons] == ["shared"]
+    record = make_mmlu_record(
+        facts=make_run_facts(telemetry=[make_telemetry(processes=[0, 1, 2, 1, 0])])
+    )
+    assert [reason.code for reason in record.reasons] == ["shared"]
 
 
 def test_smoke_is_exempt_from_clocks_and_interval():
-    hot = facts(telemetry=[series(reasons=[[], [], ["hw_thermal_slowdown"], [], []])])
-    assert made(resolved=resolved(size="smoke"), facts=hot).status == "valid"
+    hot = make_run_facts(
+        telemetry=[make_telemetry(reasons=[[], [], ["hw_thermal_slowdown"], [], []])]
+    )
+    assert make_mmlu_record(resolved=resolve_small_case(size="smoke"), facts=hot).status == "valid"
 
 
 def test_a_wide_interval_invalidates():
-    rank = rank_file()
+    rank = make_rank_file()
     start = 0.0
     for sample in rank["samples"]:
         if sample["pass"] == "infer":
             time_s = 0.4 if sample["step"] % 2 else 1.6
             sample["start_s"], sample["end_s"] = start, start + time_s
             start += time_s
-    found = made(rank)
-    assert [reason.code for reason in found.reasons] == ["interval"]
+    record = make_mmlu_record(rank)
+    assert [reason.code for reason in record.reasons] == ["interval"]
 
 
-def test_wrong_counts_are_caught():
-    rank = rank_file()
+def test_a_wrong_token_count_invalidates():
+    rank = make_rank_file()
     rank["samples"][0]["counts"]["tokens"] = 101
-    found = made(rank)
-    told = {"pass": "val", "tokens": 601, "wanted": 600}
-    assert [(r.code, r.text) for r in found.reasons] == [
-        ("tokens", Message("check.counted.bad", told))
+    record = make_mmlu_record(rank)
+    values = {"pass": "val", "tokens": 601, "wanted": 600}
+    assert [(r.code, r.text) for r in record.reasons] == [
+        ("tokens", Message("check.counted.bad", values))
     ]
 
 
 @pytest.mark.parametrize(
     "table, code", [({"finite": [1] * 11 + [0]}, "nan"), ({"items": [*range(11), 0]}, "coverage")]
 )
-def test_bad_answers_are_caught(table, code):
-    rank = rank_file()
+def test_nonfinite_or_repeated_answers_invalidate(table, code):
+    rank = make_rank_file()
     rank["outputs"] = {"infer": rank["outputs"]["infer"] | table}
     rank["windows"], rank["samples"] = rank["windows"][1:], rank["samples"][6:]
-    assert code in {reason.code for reason in made(rank).reasons}
+    assert code in {reason.code for reason in make_mmlu_record(rank).reasons}
 
 
-def test_a_loss_that_is_not_a_number_is_caught():
-    rank = rank_file()
+def test_a_nonfinite_loss_invalidates():
+    rank = make_rank_file()
     rank["samples"][7]["values"] = {"loss": None}
-    said = Message("check.finite_values.bad", {"pass": "infer", "step": 1, "rank": 0})
-    assert [(r.code, r.text) for r in made(rank).reasons] == [("nan", said)]
+    message = Message("check.finite_values.bad", {"pass": "infer", "step": 1, "rank": 0})
+    assert [(r.code, r.text) for r in make_mmlu_record(rank).reasons] == [("nan", message)]
 
 
-def test_a_failed_run_keeps_what_there_is():
-    rank = rank_file(status="raised", error="ValueError: x")
-    found = made(rank, code="raised")
-    assert found.status == "failed"
-    assert found.reasons[0].code == "raised"
-    assert found.failure is not None
-    assert (found.failure.rank, found.failure.stderr_tail) == (None, "tail")
-    assert value(found, "p_infer_whole") == 100.0
-    empty = made(code="killed", facts=facts(), resolved=resolved()).status
+def test_a_failed_run_keeps_its_metrics():
+    rank = make_rank_file(status="raised", error="ValueError: x")
+    record = make_mmlu_record(rank, code="raised")
+    assert record.status == "failed"
+    assert record.reasons[0].code == "raised"
+    assert record.failure is not None
+    assert (record.failure.rank, record.failure.stderr_tail) == (None, "tail")
+    assert get_metric_value(record, "p_infer_whole") == 100.0
+    empty = make_mmlu_record(
+        code="killed", facts=make_run_facts(), resolved=resolve_small_case()
+    ).status
     assert empty == "failed"
 
 
-def test_a_run_that_left_nothing_still_makes_a_record():
-    found = assembled(resolved(), facts(), outcome(code="killed"))
-    assert found.status == "failed"
+def test_a_run_without_rank_files_still_makes_a_record():
+    record = assemble_record(resolve_small_case(), make_run_facts(), make_outcome(code="killed"))
+    assert record.status == "failed"
     assert all(
-        one.value is None
-        for name, one in found.metrics.items()
+        metric.value is None
+        for name, metric in record.metrics.items()
         if name not in ("e2e_time", "mem_total")
     )
-    assert all(one.note for one in found.metrics.values() if one.value is None)
-    assert value(found, "e2e_time") == 25.5
+    assert all(metric.note for metric in record.metrics.values() if metric.value is None)
+    assert get_metric_value(record, "e2e_time") == 25.5
 
 
 def test_harness_overhead_compares_with_the_bare_pass():
-    rank = rank_file()
+    rank = make_rank_file()
     rank["windows"].append(
         {
             "pass": "bare",
@@ -497,23 +530,23 @@ def test_harness_overhead_compares_with_the_bare_pass():
             "reserved_bytes": 0,
         }
     )
-    assert value(made(rank), "harness_overhead") == pytest.approx(0.2)
-    assert made().metrics["harness_overhead"].note == Message("metric.no_bare")
+    assert get_metric_value(make_mmlu_record(rank), "harness_overhead") == pytest.approx(0.2)
+    assert make_mmlu_record().metrics["harness_overhead"].note == Message("metric.no_bare")
 
 
 def test_padding_is_recorded_and_never_counted():
-    rank = rank_file()
+    rank = make_rank_file()
     for sample in rank["samples"]:
         sample["counts"]["padded"] = 100
-    found = made(rank)
-    assert value(found, "padded_share") == 0.5
-    assert value(found, "p_infer_whole") == 100.0
-    assert value(found, "mfu") == value(made(), "mfu")
+    record = make_mmlu_record(rank)
+    assert get_metric_value(record, "padded_share") == 0.5
+    assert get_metric_value(record, "p_infer_whole") == 100.0
+    assert get_metric_value(record, "mfu") == get_metric_value(make_mmlu_record(), "mfu")
 
 
-def test_every_unknown_has_a_reason_and_every_record_is_sealed():
-    found = made()
-    assert all(one.note for one in found.metrics.values() if one.value is None)
-    assert set(found.hashes) == {"samples", "record", "bytes"}
-    assert found.metrics == metrics.derive_metrics(found)
-    assert record.seal_record(found).hashes == found.hashes
+def test_unknown_metrics_have_notes_and_records_are_sealed():
+    run_record = make_mmlu_record()
+    assert all(metric.note for metric in run_record.metrics.values() if metric.value is None)
+    assert set(run_record.hashes) == {"samples", "record", "bytes"}
+    assert run_record.metrics == metrics.derive_metrics(run_record)
+    assert record.seal_record(run_record).hashes == run_record.hashes

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fixtures.golden import golden
-from fixtures.report import COUNTS, question, rank_samples, training
-from fixtures.training import ONE, TWO, codes, value
+from fixtures.report import COUNTS, make_rank_samples, make_train_question, make_training_record
+from fixtures.training import ONE_RANK_TIMES, TWO_RANK_TIMES, get_metric_value, list_reason_codes
 from steelyard.errors import RequestError
 from steelyard.metrics import verify
 from steelyard.record.record import Scope, to_canonical_bytes
@@ -16,7 +16,7 @@ from steelyard.record.record import Scope, to_canonical_bytes
 OTHER_DATA = {"source": "made", "rows": 1, "fingerprint": "f", "published": False}
 
 
-def outputs(**tables: Any) -> dict[str, Any]:
+def make_outputs(**tables: Any) -> dict[str, Any]:
     """Return the outputs of a run with a held-out loss of 9 before and 6 after training; `tables`
     replaces those of passes.
     """
@@ -28,87 +28,113 @@ def outputs(**tables: Any) -> dict[str, Any]:
     return {"held_out": 4, "passes": base | tables}
 
 
-def test_a_null_loss_is_named_by_its_step():
-    found = training(ONE, losses=[9.0, 8.0, None, 6.0], aside={0: ("evaluate", 0.5)})
-    assert [(r.code, r.text) for r in found.reasons] == [("nan", "step 2: the loss is not finite")]
-    assert value(found, "loss") == 6.0
-    last = training(ONE, losses=[9.0, 8.0, 7.0, None])
-    assert (value(last, "loss"), last.metrics["loss"].note) == (None, "a loss is not finite")
+def test_a_nonfinite_loss_names_its_step():
+    record = make_training_record(
+        ONE_RANK_TIMES, losses=[9.0, 8.0, None, 6.0], pauses={0: ("evaluate", 0.5)}
+    )
+    assert [(r.code, r.text) for r in record.reasons] == [("nan", "step 2: the loss is not finite")]
+    assert get_metric_value(record, "loss") == 6.0
+    last = make_training_record(ONE_RANK_TIMES, losses=[9.0, 8.0, 7.0, None])
+    assert (get_metric_value(last, "loss"), last.metrics["loss"].note) == (
+        None,
+        "a loss is not finite",
+    )
 
 
 def test_a_norm_may_overflow():
-    samples = rank_samples(0, ONE[0], [9.0] * 4, {})
+    samples = make_rank_samples(0, ONE_RANK_TIMES[0], [9.0] * 4, {})
     samples[1]["values"]["grad_norm"] = None
-    assert training(ONE, samples=samples).status == "valid"
+    assert make_training_record(ONE_RANK_TIMES, samples=samples).status == "valid"
     samples[3]["values"]["grad_norm"] = None
-    assert training(ONE, samples=samples).metrics["grad_norm"].note == "the norm is not finite"
+    assert (
+        make_training_record(ONE_RANK_TIMES, samples=samples).metrics["grad_norm"].note
+        == "the norm is not finite"
+    )
 
 
-def test_a_run_that_was_stopped_says_why():
-    asked = question(steps=6, bound=8.5)
+def test_a_stopped_run_has_the_reason_of_its_stop():
+    changed_question = make_train_question(steps=6, bound=8.5)
     stopped = {"step": 3, "why": "bound", "value": 12.5}
-    found = training(ONE, case__question=asked, outputs=outputs(train={"stopped": stopped}))
-    assert [(r.code, r.text) for r in found.reasons] == [
+    record = make_training_record(
+        ONE_RANK_TIMES,
+        case__question=changed_question,
+        outputs=make_outputs(train={"stopped": stopped}),
+    )
+    assert [(r.code, r.text) for r in record.reasons] == [
         ("loss_bound", golden("step-3-the-loss-12-5")),
         ("coverage", "train: rank 0 took 4 of 6 steps"),
     ]
-    late = outputs(train={"stopped": {"step": 3, "why": "nan", "value": None}})
-    assert [(r.code, r.text) for r in training(ONE, outputs=late).reasons] == [
-        ("nan", "step 3: the loss is not finite")
-    ]
-    both = training(ONE, losses=[9.0, 8.0, 7.0, None], outputs=late)
-    assert codes(both) == ["nan"]
+    stopped_outputs = make_outputs(train={"stopped": {"step": 3, "why": "nan", "value": None}})
+    assert [
+        (r.code, r.text)
+        for r in make_training_record(ONE_RANK_TIMES, outputs=stopped_outputs).reasons
+    ] == [("nan", "step 3: the loss is not finite")]
+    diverged = make_training_record(
+        ONE_RANK_TIMES, losses=[9.0, 8.0, 7.0, None], outputs=stopped_outputs
+    )
+    assert list_reason_codes(diverged) == ["nan"]
 
 
-def test_a_held_out_loss_that_is_not_finite():
-    found = training(ONE, outputs=outputs(after={"nll": None, "targets": 40}))
-    assert [(r.code, r.text) for r in found.reasons] == [
+def test_a_nonfinite_held_out_loss_invalidates():
+    record = make_training_record(
+        ONE_RANK_TIMES, outputs=make_outputs(after={"nll": None, "targets": 40})
+    )
+    assert [(r.code, r.text) for r in record.reasons] == [
         ("nan", "after: the held-out loss is not finite")
     ]
-    assert (found.quality.evaluated, value(found, "loss_after")) == (False, None)
+    assert (record.quality.evaluated, get_metric_value(record, "loss_after")) == (False, None)
 
 
 def test_every_rank_takes_every_step_in_scope():
-    assert codes(training(TWO, case__question=question(steps=5))) == ["coverage"]
-    window = training(ONE, case__question=question(steps=100), scope={"kind": "window", "steps": 4})
+    assert list_reason_codes(
+        make_training_record(TWO_RANK_TIMES, case__question=make_train_question(steps=5))
+    ) == ["coverage"]
+    window = make_training_record(
+        ONE_RANK_TIMES,
+        case__question=make_train_question(steps=100),
+        scope={"kind": "window", "steps": 4},
+    )
     assert (window.status, window.quality.evaluated) == ("valid", False)
     assert window.scope == Scope(kind="window", steps=4)
-    samples = rank_samples(0, ONE[0], [9.0] * 4, {}) + rank_samples(
+    samples = make_rank_samples(0, ONE_RANK_TIMES[0], [9.0] * 4, {}) + make_rank_samples(
         1, (2.0, 1.0, 2.0), [9.0] * 3, {}
     )
-    short = training(((2.0, 1.0, 1.0, 1.0),) * 2, samples=samples)
+    short = make_training_record(((2.0, 1.0, 1.0, 1.0),) * 2, samples=samples)
     assert [(r.code, r.text) for r in short.reasons] == [
         ("coverage", "train: rank 1 took 3 of 4 steps")
     ]
     # the steady window is steps 1 and 2, which both ranks finished
-    assert value(short, "tokens_per_device_s") == 400 / 3.0 / 2
+    assert get_metric_value(short, "tokens_per_device_s") == 400 / 3.0 / 2
 
 
 def test_a_run_without_a_token_is_not_valid():
-    samples = rank_samples(0, ONE[0], [9.0] * 4, {})
+    samples = make_rank_samples(0, ONE_RANK_TIMES[0], [9.0] * 4, {})
     for sample in samples:
         sample["counts"] = dict.fromkeys(COUNTS, 0)
-    found = training(ONE, samples=samples)
-    assert codes(found) == ["tokens"]
-    assert (value(found, "p_whole"), value(found, "energy_per_token")) == (None, None)
+    record = make_training_record(ONE_RANK_TIMES, samples=samples)
+    assert list_reason_codes(record) == ["tokens"]
+    assert (get_metric_value(record, "p_whole"), get_metric_value(record, "energy_per_token")) == (
+        None,
+        None,
+    )
 
 
-def test_time_and_device_are_judged_in_the_train_pass():
+def test_unaccounted_time_is_judged_in_the_train_pass():
     window = {"rank": 0, "allocated_bytes": None, "reserved_bytes": None}
     timed = [
         {"pass": "before", "start_s": 1.0, "wall_s": 9.0, **window},
         {"pass": "train", "start_s": 20.0, "wall_s": 5.0, **window},
     ]
     # no samples account for the 9 s of pass `before`, which is not checked
-    assert training(ONE, passes=timed).status == "valid"
+    assert make_training_record(ONE_RANK_TIMES, passes=timed).status == "valid"
     timed[1]["wall_s"] = 6.0
-    assert codes(training(ONE, passes=timed)) == ["unaccounted"]
+    assert list_reason_codes(make_training_record(ONE_RANK_TIMES, passes=timed)) == ["unaccounted"]
 
 
 def test_a_wide_interval_invalidates():
     times = [1.6 if step % 2 else 0.4 for step in range(20)]
-    assert codes(training((times,))) == ["interval"]
-    assert training(ONE).notes == [golden("too-few-batches-for-an-interval")]
+    assert list_reason_codes(make_training_record((times,))) == ["interval"]
+    assert make_training_record(ONE_RANK_TIMES).notes == [golden("too-few-batches-for-an-interval")]
 
 
 @pytest.mark.parametrize(
@@ -121,19 +147,23 @@ def test_a_wide_interval_invalidates():
     ],
 )
 def test_the_gate_asks_for_a_loss_that_falls(gate, codes_):
-    found = training(ONE, case__gate=gate)
-    assert (codes(found), found.quality.evaluated) == (codes_, True)
+    record = make_training_record(ONE_RANK_TIMES, case__gate=gate)
+    assert (list_reason_codes(record), record.quality.evaluated) == (codes_, True)
 
 
 def test_a_loss_that_rises_misses_the_gate():
-    found = training(ONE, outputs=outputs(after={"nll": 480.0, "targets": 40}))
-    assert [(r.code, r.text) for r in found.reasons] == [
+    record = make_training_record(
+        ONE_RANK_TIMES, outputs=make_outputs(after={"nll": 480.0, "targets": 40})
+    )
+    assert [(r.code, r.text) for r in record.reasons] == [
         ("quality", golden("loss_after-is-12-0000-it-must"))
     ]
-    flat = training(
-        ONE, losses=[5.0] * 4, case__gate={"metric": "loss", "below": "loss_first", "target": None}
+    flat = make_training_record(
+        ONE_RANK_TIMES,
+        losses=[5.0] * 4,
+        case__gate={"metric": "loss", "below": "loss_first", "target": None},
     )
-    assert codes(flat) == ["quality"]
+    assert list_reason_codes(flat) == ["quality"]
 
 
 @pytest.mark.parametrize(
@@ -141,9 +171,12 @@ def test_a_loss_that_rises_misses_the_gate():
     [
         ({"case__size": "smoke", "data": OTHER_DATA}, None),
         ({"data": OTHER_DATA}, "the data are not the published set"),
-        ({"case__question": question("alpaca")}, "the weights are random"),
-        ({"case__question": question("alpaca"), "case__size": "smoke"}, None),
-        ({"case__question": question("alpaca"), "weights": {"source": "huggingface"}}, None),
+        ({"case__question": make_train_question("alpaca")}, "the weights are random"),
+        ({"case__question": make_train_question("alpaca"), "case__size": "smoke"}, None),
+        (
+            {"case__question": make_train_question("alpaca"), "weights": {"source": "huggingface"}},
+            None,
+        ),
         ({"case__gate": None}, "the case has no gate"),
         (
             {"case__origins": {"question.train.lr": "command line"}},
@@ -157,12 +190,12 @@ def test_a_loss_that_rises_misses_the_gate():
     ],
 )
 def test_when_quality_is_evaluated(changes, note):
-    found = training(ONE, **changes)
-    assert (found.quality.note, found.quality.evaluated) == (note, note is None)
-    assert found.quality.metric == "loss_after"
+    record = make_training_record(ONE_RANK_TIMES, **changes)
+    assert (record.quality.note, record.quality.evaluated) == (note, note is None)
+    assert record.quality.metric == "loss_after"
 
 
-def test_a_run_that_left_nothing_still_has_a_record():
+def test_a_run_without_samples_still_has_a_record():
     failure = {"rank": None, "exit_code": 1, "error": "x", "stderr_tail": ""}
     empty: dict[str, Any] = {
         "passes": [],
@@ -171,15 +204,15 @@ def test_a_run_that_left_nothing_still_has_a_record():
         "telemetry": [],
         "outputs": {},
     }
-    found = training(ONE, failure=failure, **empty)
-    known = {name for name, one in found.metrics.items() if one.value is not None}
-    assert known == {"e2e_time", "mem_predicted", "mem_total"}
-    assert all(one.note for one in found.metrics.values() if one.value is None)
-    assert found.metrics["p_whole"].note == golden("the-train-pass-did-not-run")
-    assert (found.checks, found.reasons) == ([], [])
+    record = make_training_record(ONE_RANK_TIMES, failure=failure, **empty)
+    known_metrics = {name for name, metric in record.metrics.items() if metric.value is not None}
+    assert known_metrics == {"e2e_time", "mem_predicted", "mem_total"}
+    assert all(metric.note for metric in record.metrics.values() if metric.value is None)
+    assert record.metrics["p_whole"].note == golden("the-train-pass-did-not-run")
+    assert (record.checks, record.reasons) == ([], [])
 
 
-ODD: list[tuple[tuple[str, ...], Any]] = [
+MALFORMED: list[tuple[tuple[str, ...], Any]] = [
     (("outputs", "passes", "train", "stopped"), "soon"),
     (("outputs", "passes", "train"), []),
     (("outputs", "passes", "before"), {"nll": "much"}),
@@ -199,10 +232,12 @@ ODD: list[tuple[tuple[str, ...], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("place", "odd"), ODD, ids=lambda x: str(x)[:40])
-def test_odd_tables_are_refused_in_one_line(place, odd, tmp_path: Path):
+@pytest.mark.parametrize(("place", "odd"), MALFORMED, ids=lambda x: str(x)[:40])
+def test_malformed_records_are_refused_in_one_line(place, odd, tmp_path: Path):
     """Records of unknown origin may hold anything; no formula is given such values."""
-    table = copy.deepcopy(training(ONE).model_dump(mode="json", by_alias=True))
+    table = copy.deepcopy(
+        make_training_record(ONE_RANK_TIMES).model_dump(mode="json", by_alias=True)
+    )
     node = table
     for part in place[:-1]:
         node = node[part]

@@ -15,7 +15,7 @@ from steelyard.models.attention import (
 
 
 @pytest.mark.parametrize("kernel", sorted(ATTENTION_KERNELS))
-def test_scoring_may_have_every_kernel(kernel: str) -> None:
+def test_scoring_accepts_every_kernel(kernel: str) -> None:
     assert check_attention_kernel(kernel, False) == kernel
 
 
@@ -45,7 +45,7 @@ def test_scoring_may_have_every_kernel(kernel: str) -> None:
         ),
     ],
 )
-def test_training_may_not_have_one_with_wrong_gradients(
+def test_training_refuses_unknown_kernels_and_those_with_wrong_gradients(
     kernel: str, others: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -53,18 +53,18 @@ def test_training_may_not_have_one_with_wrong_gradients(
     assert str(caught.value) == says
 
 
-def test_an_engine_may_have_more() -> None:
+def test_an_engine_may_add_kernels() -> None:
     assert check_attention_kernel("sdpa", True, "sdpa") == "sdpa"
 
 
-def test_a_window_no_shorter_than_the_longest_row_is_none() -> None:
+def test_a_window_no_shorter_than_the_longest_row_is_ignored() -> None:
     for kernel in ATTENTION_KERNELS:
         assert choose_windowed_kernel(kernel, 4096, 4096, kernel) == kernel
         assert choose_windowed_kernel(kernel, None, 10**6, "auto") == kernel
 
 
 @pytest.mark.parametrize("kernel", sorted(ATTENTION_KERNELS))
-def test_kernels_without_a_window(kernel: str) -> None:
+def test_kernels_without_a_window_are_refused_or_replaced(kernel: str) -> None:
     """Where a window is needed they are refused, and `auto` takes the plain kernel instead."""
     if kernel in WINDOW_KERNELS:
         assert (
@@ -93,10 +93,10 @@ def test_a_query_sees_its_window_and_nothing_else(window: int) -> None:
     """Changing a visible key's value changes the output, changing another does not; also in rows
     with a shared prefix.
     """
-    device, own, seen = torch.device("cpu"), [6, 2], [9, 7]
+    device, query_lengths, key_lengths = torch.device("cpu"), [6, 2], [9, 7]
     torch.manual_seed(1)
     q, k, v = torch.randn(8, 2, 4), torch.randn(16, 1, 4), torch.randn(16, 1, 4)
-    rows = make_packed_layout(own, seen, device)
+    rows = make_packed_layout(query_lengths, key_lengths, device)
     out = attend_packed_rows(q, k, v, rows, "rows", window=window)
     for query, (first, last) in enumerate([*((0, 3 + i) for i in range(6)), (9, 14), (9, 15)]):
         begin = max(first, last - window + 1)

@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fixtures.glm import CPU, SHAPE, build, dense, literal, literal_scores, packed, samples
+from fixtures.glm import (
+    CPU,
+    SHAPE,
+    attend_densely,
+    build_random_glm,
+    make_samples,
+    pack_samples,
+    score_all_literally,
+    score_literally,
+)
 from steelyard.data.cloze_samples import ClozeSample
 from steelyard.models import glm
 from steelyard.models.cloze_attention import (
@@ -31,59 +40,67 @@ LENGTHS = {
 }
 
 
-def scores(model: glm.Glm, micro: ClozeMicroBatch) -> Tensor:
+def score_micro_batch(model: glm.Glm, micro: ClozeMicroBatch) -> Tensor:
     """Return the scores [samples, candidates] of a micro-batch by padded attention."""
     logits = model(micro.tokens, micro.positions, micro.blocks, micro.layout, "padded")
     return compute_scores(logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0], micro)
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
-def test_scores_are_those_of_the_literal_implementation(division: str) -> None:
-    model, some = build(), samples(4)
-    expected = literal_scores(model, some)
-    found = scores(model, send_cloze_batch(packed(division, some), CPU))
-    assert found.shape == (4, 4)
-    for row, wanted in zip(found.tolist(), expected, strict=True):
-        assert row[: len(wanted)] == pytest.approx(
-            [float(one.detach()) for one in wanted], abs=1e-10
+def test_scores_equal_the_literal_implementation(division: str) -> None:
+    model, clozes = build_random_glm(), make_samples(4)
+    expected = score_all_literally(model, clozes)
+    actual = score_micro_batch(model, send_cloze_batch(pack_samples(division, clozes), CPU))
+    assert actual.shape == (4, 4)
+    for row, expected_row in zip(actual.tolist(), expected, strict=True):
+        assert row[: len(expected_row)] == pytest.approx(
+            [float(score.detach()) for score in expected_row], abs=1e-10
         )
-        assert row[len(wanted) :] == [-math.inf] * (4 - len(wanted))
-    flat = [float(one.detach()) for row in expected for one in row]
+        assert row[len(expected_row) :] == [-math.inf] * (4 - len(expected_row))
+    flat = [float(score.detach()) for row in expected for score in row]
     # all scores differ, so a mix-up would show
-    assert len({round(one, 3) for one in flat}) == len(flat) == 2 + 3 + 4 + 2
+    assert len({round(score, 3) for score in flat}) == len(flat) == 2 + 3 + 4 + 2
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_closed_equals_open(dtype: torch.dtype, most: float) -> None:
-    some, found = samples(4), {}
+    clozes, results = make_samples(4), {}
     for division in DIVISIONS:
-        model = build(dtype)
-        got = scores(model, send_cloze_batch(packed(division, some), CPU))
-        (torch.logsumexp(got, 1) - got[:, 0]).sum().backward()
-        found[division] = got.detach(), {name: p.grad for name, p in model.named_parameters()}
-    both = found["closed"][0].isfinite()
+        model = build_random_glm(dtype)
+        cloze_scores = score_micro_batch(
+            model, send_cloze_batch(pack_samples(division, clozes), CPU)
+        )
+        (torch.logsumexp(cloze_scores, 1) - cloze_scores[:, 0]).sum().backward()
+        results[division] = (
+            cloze_scores.detach(),
+            {name: p.grad for name, p in model.named_parameters()},
+        )
+    finite = results["closed"][0].isfinite()
     # absolute error; scores are about 20
-    assert float((found["closed"][0] - found["open"][0])[both].abs().max()) <= most
-    for name, grad in found["closed"][1].items():
-        assert float((grad - found["open"][1][name]).abs().max()) <= most * max(
+    assert float((results["closed"][0] - results["open"][0])[finite].abs().max()) <= most
+    for name, grad in results["closed"][1].items():
+        assert float((grad - results["open"][1][name]).abs().max()) <= most * max(
             1, float(grad.abs().max())
         ), name
         assert float(grad.abs().max()) > 1e-6, name  # every parameter is used
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
-def test_a_candidate_is_seen_by_nobody_else(division: str) -> None:
-    model, some = build(), samples(4)
-    last = some[2].candidates[-1]
-    other = ClozeSample(
-        **{**vars(some[2]), "candidates": (*some[2].candidates[:-1], (*last[:-1], last[-1] + 1))}
+def test_a_candidate_changes_no_other_score(division: str) -> None:
+    model, clozes = build_random_glm(), make_samples(4)
+    last = clozes[2].candidates[-1]
+    changed_cloze = ClozeSample(
+        **{
+            **vars(clozes[2]),
+            "candidates": (*clozes[2].candidates[:-1], (*last[:-1], last[-1] + 1)),
+        }
     )
     before, after = (
-        send_cloze_batch(packed(division, every), CPU)
-        for every in (some, [*some[:2], other, some[3]])
+        send_cloze_batch(pack_samples(division, batch), CPU)
+        for batch in (clozes, [*clozes[:2], changed_cloze, clozes[3]])
     )
-    moved = (scores(model, before) - scores(model, after)).abs() > 1e-9
-    assert moved.nonzero().tolist() == [[2, len(some[2].candidates) - 1]]
+    moved = (score_micro_batch(model, before) - score_micro_batch(model, after)).abs() > 1e-9
+    assert moved.nonzero().tolist() == [[2, len(clozes[2].candidates) - 1]]
     with torch.no_grad():
         streams = [
             sum(
@@ -97,23 +114,28 @@ def test_a_candidate_is_seen_by_nobody_else(division: str) -> None:
     changed = (before.tokens != after.tokens).nonzero().tolist()
     # only the changed token moves: it is the last of its span, and no other token sees it
     assert moved.nonzero().tolist() == changed
-    n = len(some[0].context)
-    alone = literal(dict(model.named_parameters()), some[0], some[0].candidates[0])[1]
+    n = len(clozes[0].context)
+    alone = score_literally(dict(model.named_parameters()), clozes[0], clozes[0].candidates[0])[1]
     assert torch.allclose(streams[0][:n], alone, atol=1e-10)
 
 
-def test_a_span_sees_its_past() -> None:
-    model, some = build(), samples(4)
-    first = ClozeSample(**{**vars(some[1]), "candidates": (some[1].candidates[0], (2, 3, 4))})
-    other = ClozeSample(**{**vars(some[1]), "candidates": (some[1].candidates[0], (7, 3, 4))})
-    one, two = (send_cloze_batch(packed("open", [every]), CPU) for every in (first, other))
-    said = [model(m.tokens, m.positions, m.blocks, m.layout, "padded") for m in (one, two)]
-    moved = (said[0] - said[1]).abs().amax(1) > 1e-9
-    own = len(some[1].candidates[0]) + 1
-    assert moved.tolist() == [False] * own + [False, True, True, True]
+def test_a_token_of_a_span_sees_the_tokens_before_it() -> None:
+    model, clozes = build_random_glm(), make_samples(4)
+    first = ClozeSample(**{**vars(clozes[1]), "candidates": (clozes[1].candidates[0], (2, 3, 4))})
+    changed = ClozeSample(**{**vars(clozes[1]), "candidates": (clozes[1].candidates[0], (7, 3, 4))})
+    first_micro, changed_micro = (
+        send_cloze_batch(pack_samples("open", [cloze]), CPU) for cloze in (first, changed)
+    )
+    logits = [
+        model(m.tokens, m.positions, m.blocks, m.layout, "padded")
+        for m in (first_micro, changed_micro)
+    ]
+    moved = (logits[0] - logits[1]).abs().amax(1) > 1e-9
+    first_span_tokens = len(clozes[1].candidates[0]) + 1
+    assert moved.tolist() == [False] * first_span_tokens + [False, True, True, True]
 
 
-def made_qkv(division: str) -> Tensor:
+def random_qkv(division: str) -> Tensor:
     """Return random queries, keys and values [tokens, 3, heads, dim] in float64."""
     contexts, spans, _ = LENGTHS[division]
     generator = torch.Generator().manual_seed(1)
@@ -128,25 +150,27 @@ def made_qkv(division: str) -> Tensor:
     )
 
 
-def seen_and_grad(run, qkv: Tensor) -> tuple[Tensor, Tensor]:
+def output_and_gradient(attention, qkv: Tensor) -> tuple[Tensor, Tensor]:
     """Return an attention's output, and the gradient of a fixed weighted sum of it."""
-    out = run(qkv)
+    out = attention(qkv)
     weight = torch.arange(out.numel(), dtype=out.dtype).view(out.shape).sin()
     (grad,) = torch.autograd.grad((out * weight).sum(), qkv)
     return out, grad
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
-def test_padded_attention_is_the_dense_one(division: str) -> None:
-    qkv, rows = made_qkv(division), make_cloze_layout(*LENGTHS[division], CPU)
-    wanted = seen_and_grad(lambda x: dense(x, *LENGTHS[division]), qkv)
-    for found, expected in zip(
-        seen_and_grad(lambda x: attend_cloze(x, rows, "padded", 0.0), qkv), wanted, strict=True
+def test_padded_attention_equals_dense_attention(division: str) -> None:
+    qkv, rows = random_qkv(division), make_cloze_layout(*LENGTHS[division], CPU)
+    dense_results = output_and_gradient(lambda x: attend_densely(x, *LENGTHS[division]), qkv)
+    for actual, expected in zip(
+        output_and_gradient(lambda x: attend_cloze(x, rows, "padded", 0.0), qkv),
+        dense_results,
+        strict=True,
     ):
-        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+        torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
 
 
-class Plain:
+class PlainFlashCalls:
     """A plain replacement of flash attention's forward and backward, with a fixed dropout mask.
 
     `keep` [T, T] scales each probability; None drops nothing. `offsets` gives, call by call, where
@@ -178,7 +202,10 @@ class Plain:
         lse = scores.logsumexp(-1) if lse is None else lse[:, rows[0]]
         keep = 1.0
         if self.keep is not None:
-            a, b = ((part.start + at, part.stop + at) for part, at in zip(rows, state, strict=True))
+            a, b = (
+                (part.start + offset, part.stop + offset)
+                for part, offset in zip(rows, state, strict=True)
+            )
             keep = self.keep[a[0] : a[1], b[0] : b[1]]
         return (scores - lse[..., None]).exp(), keep, lse
 
@@ -213,34 +240,36 @@ class Plain:
 
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("division", DIVISIONS)
-def test_the_merge_of_halves_is_the_whole_softmax(division: str, dropped: bool) -> None:
+def test_merged_partial_attention_equals_dense_attention(division: str, dropped: bool) -> None:
     """Values and gradients, with flash attention written out plainly; with dropout, a fixed quarter
     is dropped.
     """
-    qkv, rows = made_qkv(division), make_cloze_layout(*LENGTHS[division], CPU)
+    qkv, rows = random_qkv(division), make_cloze_layout(*LENGTHS[division], CPU)
     total = len(qkv)
     keep = (
         (torch.arange(total * total).view(total, total) % 7 > 1).double() / 0.75
         if dropped
         else None
     )
-    wanted = seen_and_grad(lambda x: dense(x, *LENGTHS[division], keep), qkv)
-    plain = Plain(keep, rows.context_tokens)
-    found = seen_and_grad(
-        lambda x: MergedClozeAttention.apply(x, rows, 0.25, plain.blocks(), merge_softmax_parts),
+    dense_results = output_and_gradient(lambda x: attend_densely(x, *LENGTHS[division], keep), qkv)
+    flash_calls = PlainFlashCalls(keep, rows.context_tokens)
+    merged_results = output_and_gradient(
+        lambda x: MergedClozeAttention.apply(
+            x, rows, 0.25, flash_calls.blocks(), merge_softmax_parts
+        ),
         qkv,
     )
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+    for actual, expected in zip(merged_results, dense_results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
 
 
-def test_dropout_of_padded_attention_drops() -> None:
-    qkv, rows = made_qkv("open"), make_cloze_layout(*LENGTHS["open"], CPU)
-    still, dropped = (attend_cloze(qkv, rows, "padded", rate) for rate in (0.0, 0.5))
-    assert not torch.allclose(still, dropped)
+def test_padded_attention_applies_dropout() -> None:
+    qkv, rows = random_qkv("open"), make_cloze_layout(*LENGTHS["open"], CPU)
+    without_dropout, dropped = (attend_cloze(qkv, rows, "padded", rate) for rate in (0.0, 0.5))
+    assert not torch.allclose(without_dropout, dropped)
 
 
-def test_rows_of_a_layout() -> None:
+def test_a_layout_has_cumulative_and_longest_lengths() -> None:
     rows = make_cloze_layout(*LENGTHS["open"], CPU)
     assert rows.contexts.cu_lengths.tolist() == [0, 6, 9, 18]
     assert rows.groups.cu_lengths.tolist() == [0, 6, 12, 17]
@@ -257,8 +286,8 @@ def test_rows_of_a_layout() -> None:
 
 
 def test_dropout_is_on_embeddings_and_outputs() -> None:
-    model = build()
-    micro = send_cloze_batch(packed("open"), CPU)
+    model = build_random_glm()
+    micro = send_cloze_batch(pack_samples("open"), CPU)
     ids = micro.tokens, micro.positions, micro.blocks
     with torch.no_grad():
         still = model(*ids, micro.layout, "padded")
@@ -273,7 +302,7 @@ def test_dropout_is_on_embeddings_and_outputs() -> None:
 
 def test_names_and_sizes_are_those_of_the_checkpoints() -> None:
     with torch.device("meta"):
-        found = {name: tuple(p.shape) for name, p in glm.Glm(SHAPE).named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in glm.Glm(SHAPE).named_parameters()}
     layer = {
         "input_layernorm": (32,), "post_attention_layernorm": (32,), "attention.query_key_value": (96, 32),
         "attention.dense": (32, 32), "mlp.dense_h_to_4h": (48, 32), "mlp.dense_4h_to_h": (32, 48),
@@ -283,7 +312,7 @@ def test_names_and_sizes_are_those_of_the_checkpoints() -> None:
         "transformer.position_embeddings.weight": (25, 32),
     }
     expected |= {"transformer.block_position_embeddings.weight": (25, 32)}
-    expected |= {f"transformer.final_layernorm.{one}": (32,) for one in ("weight", "bias")}
+    expected |= {f"transformer.final_layernorm.{kind}": (32,) for kind in ("weight", "bias")}
     for i in range(2):
         expected |= {
             f"transformer.layers.{i}.{name}.weight": shape for name, shape in layer.items()
@@ -291,16 +320,20 @@ def test_names_and_sizes_are_those_of_the_checkpoints() -> None:
         expected |= {
             f"transformer.layers.{i}.{name}.bias": shape[:1] for name, shape in layer.items()
         }
-    assert found == expected
+    assert shapes == expected
 
 
 def test_random_weights_depend_on_seed_and_name() -> None:
-    one, same, other = (glm.build_glm(SHAPE, CPU, torch.float32) for _ in range(3))
-    for model, seed in ((one, 1), (same, 1), (other, 2)):
+    first_model, same_seed_model, other_seed_model = (
+        glm.build_glm(SHAPE, CPU, torch.float32) for _ in range(3)
+    )
+    for model, seed in ((first_model, 1), (same_seed_model, 1), (other_seed_model, 2)):
         glm.fill_random_glm_weights(model, seed)
-    first = dict(one.named_parameters())
-    assert all(torch.equal(p, first[name]) for name, p in same.named_parameters())
-    assert not torch.equal(other.word_embeddings.weight, one.word_embeddings.weight)
+    first = dict(first_model.named_parameters())
+    assert all(torch.equal(p, first[name]) for name, p in same_seed_model.named_parameters())
+    assert not torch.equal(
+        other_seed_model.word_embeddings.weight, first_model.word_embeddings.weight
+    )
     matrices = [p.flatten() for p in first.values() if p.dim() == 2]
     assert len({float(p[0]) for p in matrices}) == len(matrices)
     assert all(
@@ -311,27 +344,25 @@ def test_random_weights_depend_on_seed_and_name() -> None:
 
 
 @pytest.mark.parametrize(("layers", "deviation"), [(2, 0.01), (8, 0.005)])
-def test_what_goes_into_the_residual_stream_begins_smaller_the_deeper_the_model(
-    layers: int, deviation: float
-) -> None:
+def test_output_projections_start_smaller_in_deeper_models(layers: int, deviation: float) -> None:
     """Their deviation is std / sqrt(2 layers), as in GLM's own program; all other matrices have
     std.
     """
     shape = SHAPE.model_copy(update={"layers": layers})
     model = glm.build_glm(shape, CPU, torch.float32)
     glm.fill_random_glm_weights(model, 1)
-    found = {name: p for name, p in model.named_parameters() if p.dim() == 2}
+    matrices = {name: p for name, p in model.named_parameters() if p.dim() == 2}
     ends = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
-    outputs, others = (
-        [p.flatten() for name, p in found.items() if name.endswith(ends) == scaled]
+    outputs, other_matrices = (
+        [p.flatten() for name, p in matrices.items() if name.endswith(ends) == scaled]
         for scaled in (True, False)
     )
     assert len(outputs) == 2 * layers
     assert float(torch.cat(outputs).std()) == pytest.approx(deviation, rel=0.03)
-    assert float(torch.cat(others).std()) == pytest.approx(0.02, rel=0.03)
+    assert float(torch.cat(other_matrices).std()) == pytest.approx(0.02, rel=0.03)
 
 
-def test_random_weights_are_these_numbers() -> None:
+def test_random_weights_are_drawn_from_the_hash_of_seed_and_name() -> None:
     """A scaled parameter is the same draw with another deviation."""
     model = glm.build_glm(SHAPE, CPU, torch.float32)
     glm.fill_random_glm_weights(model, 1)

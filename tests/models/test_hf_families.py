@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fixtures.hf_families import MODELS, ours, theirs
-from models.test_llama import shared_batch
+from fixtures.hf_families import MODELS, make_our_model, make_transformers_model
+from models.test_llama import shared_prefix_logits
 from steelyard.data import prompt_batches
 from steelyard.errors import RequestError
 from steelyard.models.attention import make_packed_layout
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 LENGTHS = [7, 1, 40, 12]
-PLAIN: dict[str, Any] = {
+PLAIN_CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -45,25 +45,25 @@ def saved(
 ) -> tuple[str, Path, Any]:
     """Each test model's name, its folder as transformers saves it, and the model."""
     folder = tmp_path_factory.mktemp("family")
-    model = theirs(request.param)
+    model = make_transformers_model(request.param)
     model.save_pretrained(folder)
     return request.param, folder, model
 
 
-def rows_of(lengths: list[int], vocab: int) -> list[Tensor]:
+def random_rows(lengths: list[int], vocab: int) -> list[Tensor]:
     """Return rows of random tokens."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, vocab, (n,), generator=generator) for n in lengths]
 
 
-def loaded(name: str, folder: Path) -> Llama:
+def load_llama(name: str, folder: Path) -> Llama:
     """Load our model of this name from a folder."""
-    made = llama_weights.build_llama(ours(name), CPU, torch.float32)
-    llama_weights.load_llama(made, folder, llama_weights.get_llama_shape(ours(name)))
-    return made
+    llama = llama_weights.build_llama(make_our_model(name), CPU, torch.float32)
+    llama_weights.load_llama(llama, folder, llama_weights.get_llama_shape(make_our_model(name)))
+    return llama
 
 
-def packed(model: Llama, rows: list[Tensor], fused: bool = False) -> Tensor:
+def packed_logits(model: Llama, rows: list[Tensor], fused: bool = False) -> Tensor:
     """Return the logits of all tokens of rows packed end to end, by plain or fused blocks."""
     tokens, positions = torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows])
     blocks = (
@@ -72,52 +72,55 @@ def packed(model: Llama, rows: list[Tensor], fused: bool = False) -> Tensor:
         else None
     )
     with torch.inference_mode():
-        every = torch.arange(len(tokens))
+        all_tokens = torch.arange(len(tokens))
         out: Tensor = model(
             tokens,
             positions,
             make_packed_layout([len(row) for row in rows], None, CPU),
             "rows",
-            every,
+            all_tokens,
             blocks=blocks,
         )
     return out
 
 
-def answered(model: Any, rows: list[Tensor]) -> Tensor:
+def hf_logits(model: Any, rows: list[Tensor]) -> Tensor:
     """Return transformers' logits of the rows, one row at a time, concatenated."""
     with torch.no_grad():
         return torch.cat([model(row[None]).logits[0] for row in rows])
 
 
-def gap(one: Tensor, other: Tensor) -> float:
+def max_difference(actual: Tensor, expected: Tensor) -> float:
     """Return the largest absolute difference."""
-    return float((one - other).abs().max())
+    return float((actual - expected).abs().max())
 
 
-def test_every_type_is_tried() -> None:
+def test_every_model_type_has_a_test_model() -> None:
     # aquila is llama under another name
     assert {like.model_type for like in MODELS.values()} == set(hf_families.HF_FAMILIES) - {
         "aquila"
     }
 
 
-def test_its_configuration_tells_the_model(saved: tuple[str, Path, Any]) -> None:
+def test_config_json_gives_the_model(saved: tuple[str, Path, Any]) -> None:
     name, folder, _ = saved
     path = folder / "config.json"
-    assert hf_config.parse_hf_model(path, json.loads(path.read_text())) == ours(name)
+    assert hf_config.parse_hf_model(path, json.loads(path.read_text())) == make_our_model(name)
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_logits_equal_the_librarys(saved: tuple[str, Path, Any], fused: bool) -> None:
+def test_logits_equal_those_of_transformers(saved: tuple[str, Path, Any], fused: bool) -> None:
     """Packed rows of several lengths, some longer than the window and some shorter."""
     name, folder, model = saved
-    rows = rows_of(LENGTHS, 131)
-    assert gap(packed(loaded(name, folder), rows, fused), answered(model, rows)) <= 1e-5
+    rows = random_rows(LENGTHS, 131)
+    assert (
+        max_difference(packed_logits(load_llama(name, folder), rows, fused), hf_logits(model, rows))
+        <= 1e-5
+    )
 
 
 @pytest.mark.parametrize("field", ["rope_scaling", "window", "qk_norm", "qkv_bias"])
-def test_the_comparison_sees_what_is_left_out(field: str, tmp_path: Path) -> None:
+def test_leaving_out_a_field_changes_the_logits(field: str, tmp_path: Path) -> None:
     """A model without the field gives other logits from otherwise equal weights."""
     name = {
         "rope_scaling": "llama-3.1",
@@ -125,72 +128,83 @@ def test_the_comparison_sees_what_is_left_out(field: str, tmp_path: Path) -> Non
         "qk_norm": "qwen3",
         "qkv_bias": "qwen2",
     }[field]
-    model = theirs(name)
+    model = make_transformers_model(name)
     model.save_pretrained(tmp_path)
-    right = loaded(name, tmp_path)
-    less = ours(name).model_copy(update={field: type(ours(name)).model_fields[field].default})
-    wrong = llama_weights.build_llama(less, CPU, torch.float32)
-    wrong.load_state_dict(right.state_dict(), strict=False)
-    rows = rows_of([40], 131)
-    assert gap(packed(wrong, rows), answered(model, rows)) > 1e-2
-    assert gap(packed(right, rows), answered(model, rows)) <= 1e-5
+    correct = load_llama(name, tmp_path)
+    reduced_shape = make_our_model(name).model_copy(
+        update={field: type(make_our_model(name)).model_fields[field].default}
+    )
+    wrong = llama_weights.build_llama(reduced_shape, CPU, torch.float32)
+    wrong.load_state_dict(correct.state_dict(), strict=False)
+    rows = random_rows([40], 131)
+    assert max_difference(packed_logits(wrong, rows), hf_logits(model, rows)) > 1e-2
+    assert max_difference(packed_logits(correct, rows), hf_logits(model, rows)) <= 1e-5
 
 
-def test_written_back_it_is_the_same_folder(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
+def test_converting_back_gives_the_same_tensors(
+    saved: tuple[str, Path, Any], tmp_path: Path
+) -> None:
     """Names and bits of all tensors are equal, and config.json gives the same model."""
     name, folder, _ = saved
     convert.convert_checkpoint(folder, tmp_path / "again", "hf", 1)
-    before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "again"))
+    before, after = (
+        load_file(parent / "model.safetensors") for parent in (folder, tmp_path / "again")
+    )
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     path = tmp_path / "again" / "config.json"
     config = json.loads(path.read_text())
-    assert hf_config.parse_hf_model(path, config) == ours(name)
+    assert hf_config.parse_hf_model(path, config) == make_our_model(name)
     # Mistral v0.3 has no window, so it is written as a Llama
     assert config["model_type"] == ("llama" if name == "mistral-v0.3" else MODELS[name].model_type)
 
 
-def test_flops_are_the_profilers(saved: tuple[str, Path, Any]) -> None:
+def test_flops_equal_those_that_torch_counts(saved: tuple[str, Path, Any]) -> None:
     """In the convention that counts the whole square of attention; forward alone, and forward with
     backward.
     """
     name, folder, _ = saved
-    model, made = ours(name), loaded(name, folder)
+    model, llama = make_our_model(name), load_llama(name, folder)
     batch = prompt_batches.make_closed_batch([list(range(n)) for n in LENGTHS], [0, 1, 2, 3])
     for backward in (False, True):
-        made.requires_grad_(backward)
+        llama.requires_grad_(backward)
         with (
             sdpa_kernel(SDPBackend.MATH),
             FlopCounterMode(display=False) as counter,
             torch.set_grad_enabled(backward),
         ):
-            given = (
+            inputs = (
                 torch.from_numpy(batch.tokens),
                 torch.from_numpy(batch.positions),
                 make_packed_layout(batch.q_lens, None, CPU),
             )
-            logits = made(*given, "rows", torch.from_numpy(batch.pick))
+            logits = llama(*inputs, "rows", torch.from_numpy(batch.pick))
             if backward:
                 logits.square().sum().backward()
         assert counter.get_total_flops() == flops.count_profiled_flops(model, batch.counts) * (
             3 if backward else 1
         )
-    assert flops.count_model_parameters(model) == sum(one.numel() for one in made.parameters())
+    assert flops.count_model_parameters(model) == sum(
+        parameter.numel() for parameter in llama.parameters()
+    )
 
 
-def test_a_shared_prefix_changes_no_answer(saved: tuple[str, Path, Any]) -> None:
+def test_a_shared_prefix_does_not_change_logits(saved: tuple[str, Path, Any]) -> None:
     """The prefix is longer than a window; it is computed once, then read from the cache."""
     name, folder, model = saved
-    made = loaded(name, folder)
-    prefix, *tails = rows_of([23, 5, 1, 9, 14], 131)
-    room = made.make_empty_prefix(len(prefix) + 2)
-    found = shared_batch(made, room, prefix, tails[:2], with_prefix=True)
-    found += shared_batch(made, room, prefix, tails[2:], with_prefix=False)
-    for tail, logits in zip(tails, found, strict=True):
-        assert gap(logits, answered(model, [torch.cat((prefix, tail))])[len(prefix) :]) <= 1e-5
+    llama = load_llama(name, folder)
+    prefix, *tails = random_rows([23, 5, 1, 9, 14], 131)
+    prefix_cache = llama.make_empty_prefix(len(prefix) + 2)
+    tail_logits = shared_prefix_logits(llama, prefix_cache, prefix, tails[:2], with_prefix=True)
+    tail_logits += shared_prefix_logits(llama, prefix_cache, prefix, tails[2:], with_prefix=False)
+    for tail, logits in zip(tails, tail_logits, strict=True):
+        assert (
+            max_difference(logits, hf_logits(model, [torch.cat((prefix, tail))])[len(prefix) :])
+            <= 1e-5
+        )
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+UNSUPPORTED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "gemma": (
         {"model_type": "gemma3_text"},
         "model_type is 'gemma3_text', allowed: 'llama', 'aquila', 'mistral', ",
@@ -247,15 +261,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_configurations_that_are_refused(name: str) -> None:
-    changes, said = REFUSED[name]
+@pytest.mark.parametrize("name", UNSUPPORTED_CONFIGS)
+def test_unsupported_configs_are_refused(name: str) -> None:
+    changes, message = UNSUPPORTED_CONFIGS[name]
     with pytest.raises(RequestError) as caught:
-        hf_config.parse_hf_model(Path("config.json"), PLAIN | changes)
+        hf_config.parse_hf_model(Path("config.json"), PLAIN_CONFIG | changes)
     line = str(caught.value)
     assert line.startswith("config.json: ")
     assert "\n" not in line
-    assert said in line
+    assert message in line
 
 
 @pytest.mark.parametrize(
@@ -289,12 +303,12 @@ def test_configurations_that_are_refused(name: str) -> None:
         ({}, {"norm_eps": 1e-6, "rope_base": 10000.0, "positions": 2048, "tied": False}),
     ],
 )
-def test_what_is_not_told_is_what_transformers_takes(
+def test_missing_config_keys_take_the_defaults_of_transformers(
     changes: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     config = {
         key: value
-        for key, value in (PLAIN | changes).items()
+        for key, value in (PLAIN_CONFIG | changes).items()
         if value is not None or key in ("sliding_window",)
     }
     if "num_key_value_heads" in changes:

@@ -10,7 +10,7 @@ from torch import nn
 
 from steelyard.models.tensors import skip_initialization
 
-LOADED = "print(json.dumps(sorted(m for m in {names} if m in sys.modules)))"
+PRINT_LOADED = "print(json.dumps(sorted(m for m in {names} if m in sys.modules)))"
 HEAVY = (
     "torch._dynamo",
     "torch._inductor",
@@ -32,31 +32,35 @@ llama_init.fill_random_llama_weights(llama_init.build_llama(shape, torch.device(
 """
 
 
-def loaded(code: str) -> list[str]:
+def heavy_modules_after(code: str) -> list[str]:
     """Run code in a new interpreter and return which of the heavy modules it imported."""
-    whole = f"import json, sys\n{code}\n{LOADED.format(names=repr(HEAVY))}"
-    done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=True)
-    found: list[str] = json.loads(done.stdout)
-    return found
+    program = f"import json, sys\n{code}\n{PRINT_LOADED.format(names=repr(HEAVY))}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    modules: list[str] = json.loads(done.stdout)
+    return modules
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("code", [ENGINE, f"{ENGINE}\n{BUILD}"], ids=["engine", "weights"])
 def test_scoring_loads_neither_a_compiler_nor_distributed_tensors(code: str) -> None:
-    assert loaded(code) == []
+    assert heavy_modules_after(code) == []
 
 
 @pytest.mark.process
-def test_the_rule_can_fail() -> None:
-    assert "torch.distributed.tensor" in loaded("import torch.distributed.tensor")
-    assert "torch._dynamo" in loaded('import torch\ntorch.empty(2, device="meta").normal_()')
+def test_the_check_detects_heavy_modules() -> None:
+    assert "torch.distributed.tensor" in heavy_modules_after("import torch.distributed.tensor")
+    assert "torch._dynamo" in heavy_modules_after(
+        'import torch\ntorch.empty(2, device="meta").normal_()'
+    )
 
 
-def test_modules_without_values_have_their_place_and_type() -> None:
+def test_modules_without_values_have_their_device_and_dtype() -> None:
     before = torch.get_default_dtype()
     with skip_initialization(torch.device("meta"), torch.bfloat16):
-        made = nn.Linear(2, 3)
-    assert (made.weight.device.type, made.weight.dtype, made.bias.dtype) == (
+        linear = nn.Linear(2, 3)
+    assert (linear.weight.device.type, linear.weight.dtype, linear.bias.dtype) == (
         "meta",
         torch.bfloat16,
         torch.bfloat16,

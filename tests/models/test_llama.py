@@ -32,7 +32,7 @@ SHAPES = {
 LENGTHS = [7, 1, 19, 12]
 
 
-def reference(shape: LlamaShape) -> Any:
+def make_hf_model(shape: LlamaShape) -> Any:
     """Return a Hugging Face model of this shape, with weights so large that each part of it changes
     the logits.
     """
@@ -63,15 +63,15 @@ def reference(shape: LlamaShape) -> Any:
     return model
 
 
-def loaded(shape: LlamaShape, folder: Path, model: Any) -> Llama:
+def save_and_load(shape: LlamaShape, folder: Path, model: Any) -> Llama:
     """Save transformers' model and return our Llama loaded from the folder."""
     model.save_pretrained(folder)
-    ours = llama_weights.build_llama(shape, CPU, torch.float32)
-    llama_weights.load_llama(ours, folder, ours.shape)
-    return ours
+    llama = llama_weights.build_llama(shape, CPU, torch.float32)
+    llama_weights.load_llama(llama, folder, llama.shape)
+    return llama
 
 
-def rows_of(lengths: list[int], vocab: int, seed: int = 0) -> list[Tensor]:
+def random_rows(lengths: list[int], vocab: int, seed: int = 0) -> list[Tensor]:
     """Return rows of random tokens whose first tokens differ."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(0, vocab, (n,), generator=generator) for n in lengths]
@@ -80,30 +80,30 @@ def rows_of(lengths: list[int], vocab: int, seed: int = 0) -> list[Tensor]:
     return rows
 
 
-def packed(model: Llama, rows: list[Tensor], pick: Tensor | None = None) -> Tensor:
+def packed_logits(model: Llama, rows: list[Tensor], pick: Tensor | None = None) -> Tensor:
     """Return the logits of rows packed end to end: of all tokens, or of those at `pick`."""
     tokens = torch.cat(rows)
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    every = torch.arange(len(tokens)) if pick is None else pick
+    selected = torch.arange(len(tokens)) if pick is None else pick
     with torch.no_grad():
         out: Tensor = model(
             tokens,
             positions,
             make_packed_layout([len(row) for row in rows], None, CPU),
             "rows",
-            every,
+            selected,
         )
     return out
 
 
-def alone(model: Any, row: Tensor) -> Tensor:
+def hf_logits(model: Any, row: Tensor) -> Tensor:
     """Return transformers' logits of one row."""
     with torch.no_grad():
         out: Tensor = model(row[None]).logits[0]
     return out
 
 
-def gap(a: Tensor, b: Tensor) -> float:
+def max_difference(a: Tensor, b: Tensor) -> float:
     """Return the largest absolute difference of two tensors of one shape."""
     assert a.shape == b.shape
     return float((a - b).abs().max())
@@ -112,19 +112,22 @@ def gap(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     shape = SHAPES[name]
-    theirs = reference(shape)
-    ours = loaded(shape, tmp_path, theirs)
-    rows = rows_of(LENGTHS, shape.vocab)
-    each = [alone(theirs, row) for row in rows]
-    assert gap(packed(ours, rows), torch.cat(each)) <= 1e-5
+    theirs = make_hf_model(shape)
+    ours = save_and_load(shape, tmp_path, theirs)
+    rows = random_rows(LENGTHS, shape.vocab)
+    expected_rows = [hf_logits(theirs, row) for row in rows]
+    assert max_difference(packed_logits(ours, rows), torch.cat(expected_rows)) <= 1e-5
 
     last = torch.tensor(LENGTHS).cumsum(0) - 1
-    picked = packed(ours, rows, last)
-    assert gap(picked, torch.stack([one[-1] for one in each])) <= 1e-5
+    picked = packed_logits(ours, rows, last)
+    assert (
+        max_difference(picked, torch.stack([row_logits[-1] for row_logits in expected_rows]))
+        <= 1e-5
+    )
     assert picked.shape == (len(rows), shape.vocab)
 
 
-def one_more_rounding(norm: torch.nn.RMSNorm, inputs: tuple[Tensor], out: Tensor) -> Tensor:
+def round_norm_twice(norm: torch.nn.RMSNorm, inputs: tuple[Tensor], out: Tensor) -> Tensor:
     """Return a norm as transformers computes it: rounded before the weight is applied and after. A
     forward hook.
     """
@@ -140,17 +143,17 @@ def test_bf16_differs_from_transformers_only_in_norms(name: str, tmp_path: Path)
     distance to transformers is left: none on most CPUs, but matmuls may add in another order.
     """
     shape = SHAPES[name]
-    theirs = reference(shape)
-    ours = loaded(shape, tmp_path, theirs).bfloat16()
-    rows = rows_of(LENGTHS, shape.vocab)
-    exact = torch.cat([alone(theirs, row) for row in rows])
+    theirs = make_hf_model(shape)
+    ours = save_and_load(shape, tmp_path, theirs).bfloat16()
+    rows = random_rows(LENGTHS, shape.vocab)
+    exact = torch.cat([hf_logits(theirs, row) for row in rows])
     # The method bfloat16() of transformers' model would also round its rotary frequencies.
     rounded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    library = torch.cat([alone(rounded.eval(), row) for row in rows]).float()
-    once = packed(ours, rows).float()
-    for norm in (one for one in ours.modules() if isinstance(one, torch.nn.RMSNorm)):
-        norm.register_forward_hook(one_more_rounding)
-    twice = packed(ours, rows).float()
+    library = torch.cat([hf_logits(rounded.eval(), row) for row in rows]).float()
+    once = packed_logits(ours, rows).float()
+    for norm in (module for module in ours.modules() if isinstance(module, torch.nn.RMSNorm)):
+        norm.register_forward_hook(round_norm_twice)
+    twice = packed_logits(ours, rows).float()
 
     def rms(a: Tensor, b: Tensor) -> float:
         return float((a - b).pow(2).mean().sqrt())
@@ -161,35 +164,35 @@ def test_bf16_differs_from_transformers_only_in_norms(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["rope", "eps"])
 def test_the_comparison_sees_a_wrong_constant(name: str, tmp_path: Path) -> None:
-    theirs = reference(SHAPES[name])
-    ours = loaded(SHAPES[name], tmp_path, theirs)
+    theirs = make_hf_model(SHAPES[name])
+    ours = save_and_load(SHAPES[name], tmp_path, theirs)
     wrong = llama_weights.build_llama(BASE, CPU, torch.float32)
     wrong.load_state_dict(ours.state_dict())
-    row = rows_of([19], BASE.vocab)[0]
-    assert gap(packed(wrong, [row]), alone(theirs, row)) > 1e-2
+    row = random_rows([19], BASE.vocab)[0]
+    assert max_difference(packed_logits(wrong, [row]), hf_logits(theirs, row)) > 1e-2
 
 
 def test_the_comparison_sees_permuted_rows(tmp_path: Path) -> None:
     shape = SHAPES["gqa"]
-    theirs = reference(shape)
-    ours = loaded(shape, tmp_path, theirs)
-    rows = rows_of([12, 12, 12], shape.vocab)
-    each = torch.cat([alone(theirs, row) for row in rows])
-    assert gap(packed(ours, rows), each) <= 1e-5
-    permuted = packed(ours, [rows[1], rows[0], rows[2]])
-    assert gap(permuted[:24], each[:24]) > 1e-2
-    assert gap(permuted[24:], each[24:]) <= 1e-5
+    theirs = make_hf_model(shape)
+    ours = save_and_load(shape, tmp_path, theirs)
+    rows = random_rows([12, 12, 12], shape.vocab)
+    expected = torch.cat([hf_logits(theirs, row) for row in rows])
+    assert max_difference(packed_logits(ours, rows), expected) <= 1e-5
+    permuted = packed_logits(ours, [rows[1], rows[0], rows[2]])
+    assert max_difference(permuted[:24], expected[:24]) > 1e-2
+    assert max_difference(permuted[24:], expected[24:]) <= 1e-5
 
 
 def test_rows_do_not_see_each_other() -> None:
     shape = SHAPES["gqa"]
     model = llama_weights.build_llama(shape, CPU, torch.float32)
     llama_weights.fill_random_llama_weights(model, 3)
-    rows = rows_of(LENGTHS, shape.vocab)
-    before = packed(model, rows)
+    rows = random_rows(LENGTHS, shape.vocab)
+    before = packed_logits(model, rows)
     start, end = sum(LENGTHS[:2]), sum(LENGTHS[:3])
     changed = [*rows[:2], (rows[2] + 1) % shape.vocab, rows[3]]
-    after = packed(model, changed)
+    after = packed_logits(model, changed)
     assert torch.equal(before[:start], after[:start])
     assert torch.equal(before[end:], after[end:])
     assert not torch.isclose(before[start:end], after[start:end]).all(dim=1).any()
@@ -198,15 +201,19 @@ def test_rows_do_not_see_each_other() -> None:
 def test_a_token_does_not_see_the_ones_after_it() -> None:
     model = llama_weights.build_llama(BASE, CPU, torch.float32)
     llama_weights.fill_random_llama_weights(model, 3)
-    row = rows_of([19], BASE.vocab)[0]
+    row = random_rows([19], BASE.vocab)[0]
     changed = torch.cat((row[:10], (row[10:] + 1) % BASE.vocab))
-    before, after = packed(model, [row]), packed(model, [changed])
+    before, after = packed_logits(model, [row]), packed_logits(model, [changed])
     assert torch.equal(before[:10], after[:10])
     assert not torch.isclose(before[10:], after[10:]).all(dim=1).any()
 
 
-def shared_batch(
-    model: Llama, room: list[PrefixCache], prefix: Tensor, tails: list[Tensor], with_prefix: bool
+def shared_prefix_logits(
+    model: Llama,
+    prefix_cache: list[PrefixCache],
+    prefix: Tensor,
+    tails: list[Tensor],
+    with_prefix: bool,
 ) -> list[Tensor]:
     """Return the logits of each tail. The prefix is computed in this batch and written to the
     cache, or read from the cache.
@@ -214,47 +221,47 @@ def shared_batch(
     size, head = len(prefix), [prefix] if with_prefix else []
     rows = [*head, *tails]
     starts = [0] * len(head) + [size] * len(tails)
-    offset = len(room[0][0])  # keys of this batch follow the cache
-    where = torch.arange(size) + (offset if with_prefix else 0)
-    gather, at = [where] if with_prefix else [], offset + (size if with_prefix else 0)
+    offset = len(prefix_cache[0][0])  # keys of this batch follow the cache
+    prefix_keys = torch.arange(size) + (offset if with_prefix else 0)
+    gather, begin = [prefix_keys] if with_prefix else [], offset + (size if with_prefix else 0)
     for tail in tails:
-        gather += [where, torch.arange(len(tail)) + at]
-        at += len(tail)
+        gather += [prefix_keys, torch.arange(len(tail)) + begin]
+        begin += len(tail)
     lens = [len(row) for row in rows]
     keys = [n + start for n, start in zip(lens, starts, strict=True)]
     positions = torch.cat([torch.arange(n) + start for n, start in zip(lens, starts, strict=True)])
     keep = slice(0, size) if with_prefix else None
     with torch.no_grad():
         rows_layout = make_packed_layout(lens, keys, CPU, torch.cat(gather))
-        every = torch.arange(sum(lens))
-        out = model(torch.cat(rows), positions, rows_layout, "rows", every, room, keep)
+        all_tokens = torch.arange(sum(lens))
+        out = model(torch.cat(rows), positions, rows_layout, "rows", all_tokens, prefix_cache, keep)
     return list(out.split(lens))[len(head) :]
 
 
 @pytest.mark.parametrize("name", ["mha", "all"])
-def test_shared_prefix_equals_closed(name: str, tmp_path: Path) -> None:
+def test_a_shared_prefix_gives_the_logits_of_whole_rows(name: str, tmp_path: Path) -> None:
     shape = SHAPES[name]
-    theirs = reference(shape)
-    model = loaded(shape, tmp_path, theirs)
-    prefix, *tails = rows_of([23, 5, 1, 9, 14, 3], shape.vocab)
-    room = model.make_empty_prefix(len(prefix) + 2)  # larger than needed
-    first = shared_batch(model, room, prefix, tails[:3], with_prefix=True)
-    second = shared_batch(model, room, prefix, tails[3:], with_prefix=False)
-    for tail, found in zip(tails, first + second, strict=True):
+    theirs = make_hf_model(shape)
+    model = save_and_load(shape, tmp_path, theirs)
+    prefix, *tails = random_rows([23, 5, 1, 9, 14, 3], shape.vocab)
+    prefix_cache = model.make_empty_prefix(len(prefix) + 2)  # larger than needed
+    first = shared_prefix_logits(model, prefix_cache, prefix, tails[:3], with_prefix=True)
+    second = shared_prefix_logits(model, prefix_cache, prefix, tails[3:], with_prefix=False)
+    for tail, tail_logits in zip(tails, first + second, strict=True):
         whole = torch.cat((prefix, tail))
-        assert gap(found, packed(model, [whole])[len(prefix) :]) <= 1e-5
-        assert gap(found, alone(theirs, whole)[len(prefix) :]) <= 1e-5
+        assert max_difference(tail_logits, packed_logits(model, [whole])[len(prefix) :]) <= 1e-5
+        assert max_difference(tail_logits, hf_logits(theirs, whole)[len(prefix) :]) <= 1e-5
 
 
-def test_the_comparison_sees_a_prefix_that_was_not_kept() -> None:
+def test_the_comparison_sees_a_prefix_that_was_not_cached() -> None:
     model = llama_weights.build_llama(BASE, CPU, torch.float32)
     llama_weights.fill_random_llama_weights(model, 3)
-    prefix, tail = rows_of([23, 5], BASE.vocab)
-    found = shared_batch(
+    prefix, tail = random_rows([23, 5], BASE.vocab)
+    tail_logits = shared_prefix_logits(
         model, model.make_empty_prefix(len(prefix)), prefix, [tail], with_prefix=False
     )[0]
-    whole = packed(model, [torch.cat((prefix, tail))])[len(prefix) :]
-    assert gap(found, whole) > 1e-3
+    whole = packed_logits(model, [torch.cat((prefix, tail))])[len(prefix) :]
+    assert max_difference(tail_logits, whole) > 1e-3
 
 
 def test_shared_rows_need_their_prefix() -> None:
@@ -290,7 +297,7 @@ def test_real_smollm2_equals_transformers(smollm2: Path) -> None:
         "Water boils at a temperature of",
     ]
     rows = [torch.tensor(tokenizer(text)["input_ids"]) for text in texts]
-    found = torch.split(packed(ours, rows), [len(row) for row in rows])
-    for row, logits in zip(rows, found, strict=True):
-        assert gap(logits, alone(theirs, row)) <= 1e-4
-    assert tokenizer.decode(found[0][-1].argmax()) == " Paris"
+    row_logits = torch.split(packed_logits(ours, rows), [len(row) for row in rows])
+    for row, logits in zip(rows, row_logits, strict=True):
+        assert max_difference(logits, hf_logits(theirs, row)) <= 1e-4
+    assert tokenizer.decode(row_logits[0][-1].argmax()) == " Paris"

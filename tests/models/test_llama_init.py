@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fixtures.huggingface import CPU, SHAPE, TIED, unfused
+from fixtures.huggingface import CPU, SHAPE, TIED, unfuse_tensors
 from steelyard.models import llama_init, llama_placements
 from steelyard.models.llama import LlamaShape
 from steelyard.models.shapes import LlamaModel
@@ -23,7 +23,7 @@ def test_shape_of_a_case() -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPE, TIED])
-def test_build(shape: LlamaShape) -> None:
+def test_build_gives_frozen_parameters_of_the_dtype(shape: LlamaShape) -> None:
     model = llama_init.build_llama(shape, CPU, torch.bfloat16)
     assert not model.training
     assert {(p.device.type, p.dtype, p.requires_grad) for p in model.parameters()} == {
@@ -34,13 +34,15 @@ def test_build(shape: LlamaShape) -> None:
     assert llama_init.count_parameters(model) == 2 * layer + 32 + 61 * 32 * (1 if shape.tied else 2)
 
 
-def test_random_weights_are_the_seeds() -> None:
-    first, again, other = (llama_init.build_llama(SHAPE, CPU, torch.float32) for _ in range(3))
+def test_random_weights_depend_on_the_seed_alone() -> None:
+    first, same_seed, other_seed = (
+        llama_init.build_llama(SHAPE, CPU, torch.float32) for _ in range(3)
+    )
     llama_init.fill_random_llama_weights(first, 1)
-    llama_init.fill_random_llama_weights(again, 1)
-    llama_init.fill_random_llama_weights(other, 2)
+    llama_init.fill_random_llama_weights(same_seed, 1)
+    llama_init.fill_random_llama_weights(other_seed, 2)
     for (name, a), b, c in zip(
-        first.named_parameters(), again.parameters(), other.parameters(), strict=True
+        first.named_parameters(), same_seed.parameters(), other_seed.parameters(), strict=True
     ):
         assert torch.equal(a, b), name
         assert torch.equal(a, c) == (a.dim() == 1), name
@@ -73,7 +75,7 @@ def test_random_weights_do_not_depend_on_how_they_are_stored(
     """Rows of gate and up alternate in memory; the values drawn are those of all of gate, then all
     of up.
     """
-    model, made, normal = (
+    model, filled_tensors, normal = (
         llama_init.build_llama(SHAPE, CPU, torch.float32),
         list[Tensor](),
         llama_init._fill_normal,
@@ -81,7 +83,7 @@ def test_random_weights_do_not_depend_on_how_they_are_stored(
     monkeypatch.setattr(
         llama_init,
         "_fill_normal",
-        lambda tensor, name, seed: made.append(tensor) or normal(tensor, name, seed),
+        lambda tensor, name, seed: filled_tensors.append(tensor) or normal(tensor, name, seed),
     )
     llama_init.fill_random_llama_weights(
         model, 1, *((SHAPE, llama_placements.Shard()) if given else ())
@@ -93,17 +95,17 @@ def test_random_weights_do_not_depend_on_how_they_are_stored(
         name, model.get_parameter(name), SHAPE, llama_placements.Shard()
     )
     assert torch.equal(view.reshape(96, 32), flat)
-    found = unfused(model)
-    assert torch.equal(found["model.layers.1.mlp.gate_proj.weight"], flat[:48])
-    assert torch.equal(found["model.layers.1.mlp.up_proj.weight"], flat[48:])
+    hf_tensors = unfuse_tensors(model)
+    assert torch.equal(hf_tensors["model.layers.1.mlp.gate_proj.weight"], flat[:48])
+    assert torch.equal(hf_tensors["model.layers.1.mlp.up_proj.weight"], flat[48:])
     # All other parameters are drawn in place, without a second copy.
-    places = {tensor.data_ptr() for tensor in made}
+    filled_addresses = {tensor.data_ptr() for tensor in filled_tensors}
     matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1}
-    copied = {name for name, p in matrices.items() if p.data_ptr() not in places}
+    copied = {name for name, p in matrices.items() if p.data_ptr() not in filled_addresses}
     assert copied == {f"layers.{i}.gate_up.weight" for i in range(2)}
 
 
-def test_random_weights_by_kind() -> None:
+def test_scale_of_random_weights_by_kind_of_parameter() -> None:
     model = llama_init.build_llama(
         replace(SHAPE, hidden=256, head_dim=64, ffn=512, vocab=2000), CPU, torch.float32
     )

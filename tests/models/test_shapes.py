@@ -23,25 +23,30 @@ BASE: dict[str, Any] = {
 LLAMA3 = {"kind": "llama3", "factor": 8.0, "low": 1.0, "high": 4.0, "original_positions": 24}
 
 
-def made(**changes: Any) -> LlamaModel:
+def make_model(**changes: Any) -> LlamaModel:
     """Return the base model with changed fields."""
     return LlamaModel.model_validate(BASE | changes)
 
 
-def test_what_says_nothing_is_left_out() -> None:
-    assert made(head_dim=16) == made(window=32) == made(window=10**6, head_dim=16) == made()
-    assert (made().dim, made().variants) == (16, ())
+def test_fields_that_equal_the_default_are_dropped() -> None:
+    assert (
+        make_model(head_dim=16)
+        == make_model(window=32)
+        == make_model(window=10**6, head_dim=16)
+        == make_model()
+    )
+    assert (make_model().dim, make_model().variants) == (16, ())
 
 
-def test_what_says_something_is_not() -> None:
-    model = made(head_dim=24, window=31, qk_norm=True, rope_scaling=LLAMA3)
+def test_fields_that_differ_from_the_default_are_stored() -> None:
+    model = make_model(head_dim=24, window=31, qk_norm=True, rope_scaling=LLAMA3)
     assert (model.dim, model.head_dim, model.window) == (24, 24, 31)
     assert model.variants == ("head_dim", "qk_norm", "window", "rope_scaling")
     assert LlamaModel.model_validate(model.model_dump(mode="json")) == model
 
 
-def test_heads_need_not_divide_a_model_that_tells_their_size() -> None:
-    assert made(hidden=60, heads=8, kv_heads=4, head_dim=10).dim == 10
+def test_heads_need_not_divide_hidden_if_head_dim_is_given() -> None:
+    assert make_model(hidden=60, heads=8, kv_heads=4, head_dim=10).dim == 10
 
 
 @pytest.mark.parametrize(
@@ -60,6 +65,6 @@ def test_heads_need_not_divide_a_model_that_tells_their_size() -> None:
         ({"rope_scaling": LLAMA3 | {"low": 4.0}}, "low 4.0 must be less than high 4.0"),
     ],
 )
-def test_what_cannot_be(changes: dict[str, Any], said: str) -> None:
+def test_impossible_shapes_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(said)):
-        made(**changes)
+        make_model(**changes)

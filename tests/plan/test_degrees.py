@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from fixtures.cases import fixed
+from fixtures.cases import resolve_with_fixed_tune
 from fixtures.golden import golden
 from steelyard.case.resolve import resolve_case
-from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine import engine_rows
 from steelyard.errors import RequestError
 from steelyard.plan import degrees as plan
 from steelyard.plan import memory
@@ -30,7 +30,7 @@ from steelyard.plan.degrees import Plan
         ("TP2PPDP1", 8, (2, 4, 1)),
     ],
 )
-def test_degrees(text, world, degrees):
+def test_degrees_from_text(text, world, degrees):
     assert plan.parse_degrees(text, world) == degrees
 
 
@@ -44,18 +44,18 @@ def test_degrees(text, world, degrees):
         ("TP0", 8, "numbers are 1 or more"),
     ],
 )
-def test_degrees_that_do_not_fit(text, world, says):
+def test_degrees_that_do_not_fit_are_refused(text, world, says):
     with pytest.raises(RequestError, match=says) as error:
         plan.parse_degrees(text, world)
     assert "\n" not in str(error.value)
 
 
-def lambada(parallel: str):
+def resolve_lambada(parallel: str):
     """Return the LAMBADA case with these degrees of parallelism."""
     return resolve_case("aquila2-34b-lambada", settings=[f"tune.parallel={parallel}"]).case
 
 
-def test_the_default_of_each_case():
+def test_default_parallelism_of_cases():
     assert plan.make_plan(resolve_case("aquila2-34b-lambada").case, 1, 8).tp == 8
     assert plan.make_plan(resolve_case("llama2-7b-mmlu").case, 1, 8).dp == 8
 
@@ -72,9 +72,9 @@ def test_the_default_of_each_case():
         ),
     ],
 )
-def test_a_model_that_cannot_be_divided_so(parallel, devices, says):
+def test_plans_that_do_not_divide_the_model_are_refused(parallel, devices, says):
     with pytest.raises(RequestError, match=says):
-        plan.make_plan(lambada(parallel), 1, devices)
+        plan.make_plan(resolve_lambada(parallel), 1, devices)
 
 
 @pytest.mark.parametrize(
@@ -108,25 +108,25 @@ def test_degrees_of_other_programs_are_refused_by_name(text: str, says: str) -> 
 @pytest.mark.parametrize(
     "text", ["TP-2", "XP2", "DP2TP2", "TP2.5", "tp2", "TP2 DP2", "TP99999", "TP٢", ""]
 )
-def test_texts_that_are_no_plan(text):
+def test_malformed_degrees_are_refused(text):
     with pytest.raises(RequestError, match="not degrees; give them as TP2"):
         plan.parse_degrees(text, 8)
 
 
-def test_places_of_ranks():
+def test_positions_of_ranks_in_a_plan():
     layout = Plan(nodes=2, devices=8, tp=2, pp=4, dp=2, launcher="local")
-    places = [plan.find_position(layout, rank) for rank in range(16)]
-    assert places[0] == plan.RankPosition(tp=0, pp=0, dp=0)
-    assert places[1] == plan.RankPosition(tp=1, pp=0, dp=0)
-    assert places[2] == plan.RankPosition(tp=0, pp=1, dp=0)
-    assert places[8] == plan.RankPosition(tp=0, pp=0, dp=1)
-    assert places[15] == plan.RankPosition(tp=1, pp=3, dp=1)
-    assert len(set(places)) == 16
+    positions = [plan.find_position(layout, rank) for rank in range(16)]
+    assert positions[0] == plan.RankPosition(tp=0, pp=0, dp=0)
+    assert positions[1] == plan.RankPosition(tp=1, pp=0, dp=0)
+    assert positions[2] == plan.RankPosition(tp=0, pp=1, dp=0)
+    assert positions[8] == plan.RankPosition(tp=0, pp=0, dp=1)
+    assert positions[15] == plan.RankPosition(tp=1, pp=3, dp=1)
+    assert len(set(positions)) == 16
 
 
-def test_weights_must_fit_a_device_in_shares():
-    case = fixed("aquila2-34b-lambada").case
-    one = plan.make_plan(case, 1, 1)
+def test_weights_must_fit_a_device():
+    case = resolve_with_fixed_tune("aquila2-34b-lambada").case
+    one_device = plan.make_plan(case, 1, 1)
     gib = 1 << 30
     says = (
         r"^aquila2-34b-lambada in bf16 takes 66.6 GiB a device by its shapes \(parameters 62.8,"
@@ -135,10 +135,10 @@ def test_weights_must_fit_a_device_in_shares():
         r"more devices with --parallel TP, .*, or --size smoke$"
     )
     with pytest.raises(RequestError, match=says):
-        memory.check_memory(case, one, 40 * gib)
+        memory.check_memory(case, one_device, 40 * gib)
     assert memory.check_memory(case, plan.make_plan(case, 1, 8), 40 * gib) is None
-    assert memory.check_memory(case, one, 139 * gib) is None
-    assert memory.check_memory(case, one, None) is None
+    assert memory.check_memory(case, one_device, 139 * gib) is None
+    assert memory.check_memory(case, one_device, None) is None
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_weights_must_fit_a_device_in_shares():
         ),
     ],
 )
-def test_what_is_set_already_is_not_advised(
+def test_advice_leaves_out_what_is_set_already(
     name: str, precision: str, settings: list[str], advice: str
 ):
     case = resolve_case(name, "full", precision, settings=[*settings, "tune.parallel=DP"]).case
@@ -187,24 +187,24 @@ def test_what_is_set_already_is_not_advised(
         memory.check_memory(case, plan.make_plan(case, 1, 1), 1 << 30)
 
 
-def test_what_is_close_is_warned_of_and_not_refused():
-    case = fixed("aquila2-34b-lambada").case
-    one = plan.make_plan(case, 1, 1)
-    needed = memory.predict_minimum(case, one).total
+def test_close_to_the_memory_limit_is_a_warning():
+    case = resolve_with_fixed_tune("aquila2-34b-lambada").case
+    one_device = plan.make_plan(case, 1, 1)
+    needed = memory.predict_minimum(case, one_device).total
     for size, warned in (
         (needed / 1.099, True),
         (needed, True),
         (needed / 0.951, True),
         (needed / 0.949, False),
     ):
-        said = memory.check_memory(case, one, int(size))
-        assert (said is not None) == warned
-        assert said is None or re.search(golden("takes-66-6-gib-device-it"), said)
+        warning = memory.check_memory(case, one_device, int(size))
+        assert (warning is not None) == warned
+        assert warning is None or re.search(golden("takes-66-6-gib-device-it"), warning)
     with pytest.raises(RequestError, match=r"takes 66\.6 GiB"):
-        memory.check_memory(case, one, int(needed / 1.101))
+        memory.check_memory(case, one_device, int(needed / 1.101))
 
 
-def training(
+def resolve_training(
     parallel: str, *settings: str, size: str = "full", name: str = "llama1-7b-openwebtext"
 ):
     """Return a training case with these degrees of parallelism and settings."""
@@ -214,8 +214,8 @@ def training(
 @pytest.mark.parametrize("parallel", ["DP8", "TP2DP4", "TP2PP4DP1", "PP8", "TP8", "TP2PP2DP2"])
 def test_plans_that_train(parallel):
     for sharding in range(4):
-        made = plan.make_plan(training(parallel, f"tune.sharding={sharding}"), 1, 8)
-        assert made.tp * made.pp * made.dp == 8
+        run_plan = plan.make_plan(resolve_training(parallel, f"tune.sharding={sharding}"), 1, 8)
+        assert run_plan.tp * run_plan.pp * run_plan.dp == 8
 
 
 @pytest.mark.parametrize(
@@ -264,25 +264,27 @@ def test_plans_that_train(parallel):
         ),
     ],
 )
-def test_plans_that_cannot_train(parallel, settings, devices, says):
+def test_plans_that_cannot_train_are_refused(parallel, settings, devices, says):
     with pytest.raises(RequestError, match=says) as error:
-        plan.make_plan(training(parallel, *settings), 1, devices)
+        plan.make_plan(resolve_training(parallel, *settings), 1, devices)
     assert "\n" not in str(error.value)
 
 
 def test_a_sample_makes_fewer_micro_batches():
-    case = training("PP4", "tune.micro_batch=2")
+    case = resolve_training("PP4", "tune.micro_batch=2")
     plan.make_plan(case, 1, 4, sample_size=8)
     with pytest.raises(RequestError, match="6 rows over DP1 in micro-batches of 2 make 3"):
         plan.make_plan(case, 1, 4, sample_size=6)
-    conversations = training("PP4", "question.train.batch=1", name="aquila2-7b-alpaca")
+    conversations = resolve_training("PP4", "question.train.batch=1", name="aquila2-7b-alpaca")
     assert plan.make_plan(conversations, 1, 4).pp == 4  # rows are known after packing
 
 
-def test_what_does_nothing_is_allowed():
-    assert plan.make_plan(training("DP1", "tune.sharding=3"), 1, 1).dp == 1
-    assert plan.get_shard_degree(training("DP1", "tune.sharding=3"), 1) == 1
-    assert plan.make_plan(training("DP8", "tune.sharding_degree=3"), 1, 8).dp == 8  # no sharding
+def test_settings_without_effect_are_allowed():
+    assert plan.make_plan(resolve_training("DP1", "tune.sharding=3"), 1, 1).dp == 1
+    assert plan.get_shard_degree(resolve_training("DP1", "tune.sharding=3"), 1) == 1
+    assert (
+        plan.make_plan(resolve_training("DP8", "tune.sharding_degree=3"), 1, 8).dp == 8
+    )  # no sharding
     scoring = resolve_case(
         "llama2-7b-mmlu", settings=["tune.sharding=3", "tune.sharding_degree=3"]
     ).case
@@ -290,22 +292,29 @@ def test_what_does_nothing_is_allowed():
 
 
 def test_the_degree_of_sharding():
-    assert plan.get_shard_degree(training("DP8", "tune.sharding=0"), 8) == 1
-    assert plan.get_shard_degree(training("DP8", "tune.sharding=1"), 8) == 8
+    assert plan.get_shard_degree(resolve_training("DP8", "tune.sharding=0"), 8) == 1
+    assert plan.get_shard_degree(resolve_training("DP8", "tune.sharding=1"), 8) == 8
     assert (
-        plan.get_shard_degree(training("DP8", "tune.sharding=3", "tune.sharding_degree=2"), 8) == 2
+        plan.get_shard_degree(
+            resolve_training("DP8", "tune.sharding=3", "tune.sharding_degree=2"), 8
+        )
+        == 2
     )
 
 
 def test_engines_that_hold_a_whole_model_train_on_replicas():
-    assert engine_rows.find_engine("transformers").can_divide(plan.make_plan(training("DP"), 1, 8))
-    assert not engine_rows.find_engine("transformers").can_divide(
-        plan.make_plan(training("TP2"), 1, 8)
+    assert engine_rows.find_engine("transformers").can_divide(
+        plan.make_plan(resolve_training("DP"), 1, 8)
     )
     assert not engine_rows.find_engine("transformers").can_divide(
-        plan.make_plan(training("PP2"), 1, 8)
+        plan.make_plan(resolve_training("TP2"), 1, 8)
     )
-    assert engine_rows.find_engine("torch").can_divide(plan.make_plan(training("TP2PP2"), 1, 8))
+    assert not engine_rows.find_engine("transformers").can_divide(
+        plan.make_plan(resolve_training("PP2"), 1, 8)
+    )
+    assert engine_rows.find_engine("torch").can_divide(
+        plan.make_plan(resolve_training("TP2PP2"), 1, 8)
+    )
 
 
 @pytest.mark.parametrize(
@@ -320,39 +329,39 @@ def test_engines_that_hold_a_whole_model_train_on_replicas():
         ("DP1", ["question.precision=fp32"], 16),
     ],
 )
-def test_what_training_holds(parallel, settings, bytes_each):
-    case = training(parallel, *settings)
-    made = plan.make_plan(case, 1, 1 if parallel == "DP1" else 8)
+def test_state_bytes_per_parameter_in_training(parallel, settings, bytes_each):
+    case = resolve_training(parallel, *settings)
+    run_plan = plan.make_plan(case, 1, 1 if parallel == "DP1" else 8)
     question = case.question
     [parts] = memory.predict_stages(
-        question.model, question.precision, case.tune, made, question.train
+        question.model, question.precision, case.tune, run_plan, question.train
     )
-    assert state(parts) / 6_738_415_616 == pytest.approx(bytes_each, rel=1e-6)
+    assert sum_state_bytes(parts) / 6_738_415_616 == pytest.approx(bytes_each, rel=1e-6)
 
 
-def state(parts):
+def sum_state_bytes(parts):
     """Return the bytes of parameters, copies, gradients and optimizer states."""
     return parts.parameters + parts.copies + parts.gradients + parts.states
 
 
-def test_what_the_fullest_stage_holds():
-    case = training("TP2PP4DP1")
-    made = plan.make_plan(case, 1, 8)
+def test_the_needed_memory_is_that_of_the_fullest_stage():
+    case = resolve_training("TP2PP4DP1")
+    run_plan = plan.make_plan(case, 1, 8)
     question = case.question
     stages = memory.predict_stages(
-        question.model, question.precision, case.tune, made, question.train, fused_blocks=True
+        question.model, question.precision, case.tune, run_plan, question.train, fused_blocks=True
     )
     assert (
-        memory.predict_minimum(case, made)
+        memory.predict_minimum(case, run_plan)
         == max(stages, key=lambda stage: stage.total)
         == stages[0]
     )
     norms = 65 * 4096  # replicated on every tensor-parallel rank
-    assert 2 * sum(map(state, stages)) == 18 * (6_738_415_616 + norms)
+    assert 2 * sum(map(sum_state_bytes, stages)) == 18 * (6_738_415_616 + norms)
 
 
 def test_training_must_fit_a_device():
-    case = training("DP1", "tune.micro_batch=2")
+    case = resolve_training("DP1", "tune.micro_batch=2")
     says = (
         r"takes 126.9 GiB a device by its shapes \(parameters 25.1, .*\) and one has 80.0 GiB;"
         r" choose .* or PP, --set"

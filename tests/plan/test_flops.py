@@ -37,19 +37,19 @@ LENGTHS = [7, 1, 19, 12]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def build(model: Model) -> Llama:
+def build_model(model: Model) -> Llama:
     """Return a model on the CPU with random fp32 weights."""
-    made = llama_weights.build_llama(llama_weights.get_llama_shape(model), CPU, torch.float32)
-    llama_weights.fill_random_llama_weights(made, 1)
-    return made
+    module = llama_weights.build_llama(llama_weights.get_llama_shape(model), CPU, torch.float32)
+    llama_weights.fill_random_llama_weights(module, 1)
+    return module
 
 
-def rows_of(lengths: list[int], vocab: int) -> list[list[int]]:
+def make_rows(lengths: list[int], vocab: int) -> list[list[int]]:
     """Return rows of token ids with these lengths."""
     return [[(3 * i + 5 * j) % vocab for j in range(n)] for i, n in enumerate(lengths)]
 
 
-def seen(model: Llama, batch: PromptBatch, backward: bool = False) -> int:
+def count_profiled_flops(model: Llama, batch: PromptBatch, backward: bool = False) -> int:
     """Return the FLOPs that torch counts for a forward, and for the backward too if `backward`.
 
     Torch counts its fused CPU attention as nothing, so attention is computed by plain matmuls.
@@ -76,9 +76,11 @@ def seen(model: Llama, batch: PromptBatch, backward: bool = False) -> int:
 def test_counted_equals_the_profiler(name: str, lengths: list[int]) -> None:
     model = MODELS[name]
     batch = prompt_batches.make_closed_batch(
-        rows_of(lengths, model.vocab), list(range(len(lengths)))
+        make_rows(lengths, model.vocab), list(range(len(lengths)))
     )
-    assert flops.count_profiled_flops(model, batch.counts) == seen(build(model), batch)
+    assert flops.count_profiled_flops(model, batch.counts) == count_profiled_flops(
+        build_model(model), batch
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -87,23 +89,29 @@ def test_counted_equals_the_profiler_with_a_shared_prefix(name: str) -> None:
     rows = [[1, 2, 3, 4, 4], [1, 2, 3, 0], [1, 2, 3, 1, 2, 3, 4]]
     first = [PromptPiece(0, None, 3), PromptPiece(0, 0, 2), PromptPiece(0, 1, 1)]
     after = [PromptPiece(0, 2, 4)]
-    made = build(model)
+    module = build_model(model)
     for pieces, following in ((first, after), (after, None)):
         batch = prompt_batches.make_open_batch(rows, pieces, following, [3], 8)
-        assert flops.count_profiled_flops(model, batch.counts) == seen(made, batch)
+        assert flops.count_profiled_flops(model, batch.counts) == count_profiled_flops(
+            module, batch
+        )
 
 
 def test_logits_are_counted_where_they_are_needed() -> None:
     """The same rows with every token's logits: a vocabulary projection more for each."""
-    batch = prompt_batches.make_closed_batch(rows_of(LENGTHS, BASE.vocab), [0, 1, 2, 3])
-    every = replace(
+    batch = prompt_batches.make_closed_batch(make_rows(LENGTHS, BASE.vocab), [0, 1, 2, 3])
+    all_logits = replace(
         batch,
         pick=torch.arange(39).numpy(),
         counts=prompt_batches.count_batch(batch.q_lens, batch.q_lens, 4) | {"logits": 39},
     )
-    made = build(BASE)
-    assert flops.count_profiled_flops(BASE, every.counts) == seen(made, every)
-    assert seen(made, every) - seen(made, batch) == 2 * 71 * 32 * (39 - 4)
+    module = build_model(BASE)
+    assert flops.count_profiled_flops(BASE, all_logits.counts) == count_profiled_flops(
+        module, all_logits
+    )
+    assert count_profiled_flops(module, all_logits) - count_profiled_flops(
+        module, batch
+    ) == 2 * 71 * 32 * (39 - 4)
 
 
 def test_on_the_meta_device_the_count_is_the_same() -> None:
@@ -113,12 +121,12 @@ def test_on_the_meta_device_the_count_is_the_same() -> None:
     model = resolve.resolve_case("llama2-7b-mmlu").case.question.model
     shape = replace(llama_weights.get_llama_shape(model), layers=2)
     with torch.device("meta"):
-        made = Llama(shape)
+        module = Llama(shape)
         tokens = torch.zeros(2048, dtype=torch.int64)
         positions = torch.arange(2048)
         pick = torch.zeros(1, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        made(tokens, positions, make_packed_layout([2048], None, CPU), "rows", pick)
+        module(tokens, positions, make_packed_layout([2048], None, CPU), "rows", pick)
     two = model.model_copy(update={"layers": 2})
     assert (
         flops.count_profiled_flops(two, prompt_batches.count_batch([2048], [2048], 1))
@@ -132,20 +140,22 @@ def test_forward_and_backward_are_three_forwards(name: str) -> None:
     both sides of each are trained: the embedding is, so even the first layer's input needs a
     gradient."""
     model = MODELS[name]
-    made = build(model).requires_grad_(True)
-    batch = prompt_batches.make_closed_batch(rows_of(LENGTHS, model.vocab), [0, 1, 2, 3])
-    assert seen(made, batch, backward=True) == 3 * flops.count_profiled_flops(model, batch.counts)
+    module = build_model(model).requires_grad_(True)
+    batch = prompt_batches.make_closed_batch(make_rows(LENGTHS, model.vocab), [0, 1, 2, 3])
+    assert count_profiled_flops(module, batch, backward=True) == 3 * flops.count_profiled_flops(
+        model, batch.counts
+    )
 
 
 def test_frozen_inputs_save_the_first_layers_input_gradient() -> None:
     """The exception to the above: with nothing trained before the first QKV matrix (neither the
     embedding nor the first norm), one matmul is left out, [T, 3·32] by [3·32, 32]."""
-    made = build(BASE).requires_grad_(True)
-    made.embed.weight.requires_grad_(False)
-    made.layers[0].attention_norm.requires_grad_(False)
-    batch = prompt_batches.make_closed_batch(rows_of(LENGTHS, BASE.vocab), [0, 1, 2, 3])
+    module = build_model(BASE).requires_grad_(True)
+    module.embed.weight.requires_grad_(False)
+    module.layers[0].attention_norm.requires_grad_(False)
+    batch = prompt_batches.make_closed_batch(make_rows(LENGTHS, BASE.vocab), [0, 1, 2, 3])
     assert (
-        seen(made, batch, backward=True)
+        count_profiled_flops(module, batch, backward=True)
         == 3 * flops.count_profiled_flops(BASE, batch.counts) - 2 * 39 * 96 * 32
     )
 
@@ -179,11 +189,11 @@ def test_causal_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_are_the_modules(name: str) -> None:
+def test_parameters_equal_those_of_the_modules(name: str) -> None:
     with torch.device("meta"):
-        made = Llama(llama_weights.get_llama_shape(MODELS[name]))
-    assert flops.count_model_parameters(MODELS[name]) == sum(p.numel() for p in made.parameters())
-    matrices = [p for n, p in made.layers.named_parameters() if p.dim() == 2]
+        module = Llama(llama_weights.get_llama_shape(MODELS[name]))
+    assert flops.count_model_parameters(MODELS[name]) == sum(p.numel() for p in module.parameters())
+    matrices = [p for n, p in module.layers.named_parameters() if p.dim() == 2]
     assert flops.count_layer_parameters(MODELS[name]) == sum(p.numel() for p in matrices)
 
 
@@ -200,7 +210,7 @@ def llama_7b() -> Model:
     return resolve.resolve_case("llama2-7b-mmlu").case.question.model
 
 
-def test_llama_2_7b_parameters(llama_7b: Model) -> None:
+def test_parameters_of_llama_2_7b(llama_7b: Model) -> None:
     assert 4 * 4096**2 + 3 * 4096 * 11008 == 202_375_168
     assert flops.count_layer_parameters(llama_7b) == LAYERS_7B == 6_476_005_376
     assert (
@@ -218,7 +228,7 @@ def test_llama_2_7b_parameters(llama_7b: Model) -> None:
         )
 
 
-def test_llama_2_7b_conventions(llama_7b: Model) -> None:
+def test_flops_of_llama_2_7b_in_each_convention(llama_7b: Model) -> None:
     """One prompt of 2048 tokens, one logit."""
     counts = prompt_batches.count_batch([2048], [2048], 1)
     matmuls = 2 * 6_476_005_376 * 2048 + 2 * 131_072_000
@@ -258,7 +268,7 @@ def test_nominal_is_unknown_where_no_size_is_stated(llama_7b: Model) -> None:
     assert flops.count_nominal_flops(unknown, prompt_batches.count_batch([100], [100], 1)) is None
 
 
-def test_the_seeds_mfu_is_the_nominal_convention(llama_7b: Model) -> None:
+def test_the_published_mfu_is_the_nominal_convention(llama_7b: Model) -> None:
     """10052.2 token/s on an A100 of 312 TFLOP/s was published as 45.1 %."""
     rate = flops.count_nominal_flops(llama_7b, {"tokens": 1})
     assert rate == 14_000_000_000
@@ -285,20 +295,20 @@ def test_training_equals_the_profiler(name: str) -> None:
     attention.
     """
     model = MODELS[name]
-    made = build(model).requires_grad_(True)
-    batch = prompt_batches.make_closed_batch(rows_of(LENGTHS, model.vocab), [0, 1, 2, 3])
+    module = build_model(model).requires_grad_(True)
+    batch = prompt_batches.make_closed_batch(make_rows(LENGTHS, model.vocab), [0, 1, 2, 3])
     # the last token of a row has no target
     picked = [i for i in range(39) if i not in (6, 7, 26, 38)]
-    every = replace(
+    all_logits = replace(
         batch, pick=torch.tensor(picked).numpy(), counts={**batch.counts, "logits": len(picked)}
     )
-    squared = {**every.counts, "pairs": every.counts["square"]}
-    assert flops.count_flops(model, squared, "causal", kind.TRAIN.forwards) == seen(
-        made, every, backward=True
+    squared = {**all_logits.counts, "pairs": all_logits.counts["square"]}
+    assert flops.count_flops(model, squared, "causal", kind.TRAIN.forwards) == count_profiled_flops(
+        module, all_logits, backward=True
     )
 
 
-def test_llama_1_7b_trained(llama_7b: Model) -> None:
+def test_training_flops_of_llama_1_7b(llama_7b: Model) -> None:
     """A row of 2048 tokens with 2048 targets: 6N + 12·L·h·T a token in PaLM's count, 42 GFLOPs in
     the nominal one.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fixtures.glm import CPU, SHAPE, build, packed, samples
+from fixtures.glm import CPU, SHAPE, build_random_glm, make_samples, pack_samples
 from steelyard.data.cloze_samples import ClozePack
 from steelyard.models import cloze_attention, glm
 from steelyard.models.cloze_attention import ClozeLayout
@@ -37,7 +37,7 @@ MODELS = {
 }
 
 
-def looped(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: object) -> Tensor:
+def attend_in_loops(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: object) -> Tensor:
     """Compute attention of each context and each span alone, with products of shapes [c, c], [s, c]
     and [s, s].
 
@@ -45,27 +45,37 @@ def looped(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: object) -> Te
     """
     contexts, spans, groups = rows.lengths
     q, k, v = qkv.permute(1, 2, 0, 3)
-    out, tails, start, span, at = [], [], 0, 0, rows.context_tokens
+    context_outputs, span_outputs, start, span, span_start = [], [], 0, 0, rows.context_tokens
     for length, count in zip(contexts, groups, strict=True):
-        own = slice(start, start + length)
-        out.append((q[:, own] @ k[:, own].mT / 2).softmax(-1) @ v[:, own])
+        context_slice = slice(start, start + length)
+        context_outputs.append(
+            (q[:, context_slice] @ k[:, context_slice].mT / 2).softmax(-1) @ v[:, context_slice]
+        )
         for size in spans[span : span + count]:
-            mine = slice(at, at + size)
-            far, near = q[:, mine] @ k[:, own].mT, q[:, mine] @ k[:, mine].mT
+            span_slice = slice(span_start, span_start + size)
+            far, near = (
+                q[:, span_slice] @ k[:, context_slice].mT,
+                q[:, span_slice] @ k[:, span_slice].mT,
+            )
             near = near.masked_fill(torch.ones(size, size).triu(1).bool(), -torch.inf)
-            both = torch.cat((far, near), -1).softmax(-1)
-            tails.append(both[..., :length] @ v[:, own] + both[..., length:] @ v[:, mine])
-            at += size
+            weights = torch.cat((far, near), -1).softmax(-1)
+            span_outputs.append(
+                weights[..., :length] @ v[:, context_slice]
+                + weights[..., length:] @ v[:, span_slice]
+            )
+            span_start += size
         start, span = start + length, span + count
-    return torch.cat((*out, *tails), 1).transpose(0, 1)
+    return torch.cat((*context_outputs, *span_outputs), 1).transpose(0, 1)
 
 
-def seen(shape: GlmModel, pack: ClozePack, backward: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+def count_profiled_flops(
+    shape: GlmModel, pack: ClozePack, backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> int:
     """Return the FLOPs that torch counts for a forward of the pack, and for the backward too if
     `backward`.
     """
-    monkeypatch.setitem(cloze_attention.CLOZE_KERNELS, "looped", looped)
-    model, micro = build(torch.float32, shape), send_cloze_batch(pack, CPU)
+    monkeypatch.setitem(cloze_attention.CLOZE_KERNELS, "looped", attend_in_loops)
+    model, micro = build_random_glm(torch.float32, shape), send_cloze_batch(pack, CPU)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
         logits = model(micro.tokens, micro.positions, micro.blocks, micro.layout, "looped")
         if backward:
@@ -76,19 +86,25 @@ def seen(shape: GlmModel, pack: ClozePack, backward: bool, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("division", ["closed", "open"])
 def test_counted_equals_the_profiler(name: str, division: str, monkeypatch) -> None:
-    model, pack = MODELS[name], packed(division, samples(4))
+    model, pack = MODELS[name], pack_samples(division, make_samples(4))
     counted = flops.count_profiled_flops(model, pack.counts)
-    assert seen(model, pack, False, monkeypatch) == counted
-    assert seen(model, pack, True, monkeypatch) == 3 * counted
+    assert count_profiled_flops(model, pack, False, monkeypatch) == counted
+    assert count_profiled_flops(model, pack, True, monkeypatch) == 3 * counted
     squared = {**pack.counts, "pairs": pack.counts["square"]}
     assert flops.count_flops(model, squared, "causal", kind.TRAIN.forwards) == 3 * counted
 
 
 def test_counts_of_a_pack_by_hand() -> None:
     """One sample, a context of 5 and spans of 2 and 3."""
-    some = samples(1)
-    assert (len(some[0].context), [len(piece) + 1 for piece in some[0].candidates]) == (5, [2, 3])
-    opened, closed = packed("open", some).counts, packed("closed", some).counts
+    sample_list = make_samples(1)
+    assert (
+        len(sample_list[0].context),
+        [len(piece) + 1 for piece in sample_list[0].candidates],
+    ) == (5, [2, 3])
+    opened, closed = (
+        pack_samples("open", sample_list).counts,
+        pack_samples("closed", sample_list).counts,
+    )
     assert (opened["tokens"], opened["logits"], opened["square"]) == (10, 5, 25 + 5 * 5 + 4 + 9)
     assert (closed["tokens"], closed["logits"], closed["square"]) == (15, 5, 2 * 25 + 5 * 5 + 4 + 9)
     assert (opened["pairs"], closed["pairs"]) == (25 + 25 + 3 + 6, 50 + 25 + 3 + 6)
@@ -97,15 +113,15 @@ def test_counts_of_a_pack_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_are_the_modules(name: str) -> None:
+def test_parameters_equal_those_of_the_modules(name: str) -> None:
     with torch.device("meta"):
-        made = glm.Glm(MODELS[name])
-    assert flops.count_model_parameters(MODELS[name]) == sum(p.numel() for p in made.parameters())
-    matrices = [p for p in made.transformer.layers.parameters() if p.dim() == 2]
+        module = glm.Glm(MODELS[name])
+    assert flops.count_model_parameters(MODELS[name]) == sum(p.numel() for p in module.parameters())
+    matrices = [p for p in module.transformer.layers.parameters() if p.dim() == 2]
     assert flops.count_layer_parameters(MODELS[name]) == sum(p.numel() for p in matrices)
 
 
-def test_glm_large() -> None:
+def test_parameters_and_flops_of_glm_large() -> None:
     """12 · 1024² weights a layer; 9 · 1024 biases and two norms; the word table, two tables of 513
     rows and a last norm.
     """
@@ -122,7 +138,7 @@ def test_glm_large() -> None:
     assert flops.count_flops(LARGE, counts, "nominal", kind.TRAIN.forwards) == 2_010_000_000 * 300
 
 
-def test_the_seeds_mfu() -> None:
+def test_the_published_mfu_of_glm_large() -> None:
     """FlagPerf published 42.4 samples/s on eight A100 as 0.035 of TF32's 156e12, by 6·N·512 FLOPs a
     sample.
     """

@@ -4,7 +4,7 @@ engines multiply.
 
 import pytest
 
-from fixtures.cases import fixed
+from fixtures.cases import resolve_with_fixed_tune
 from steelyard.case import resolve
 from steelyard.models import families
 from steelyard.models.shapes import GlmModel, LlamaModel
@@ -23,11 +23,11 @@ GLM = GlmModel(family="glm", layers=2, hidden=32, heads=4, ffn=48, vocab=70, pos
 @pytest.mark.parametrize("model", [LLAMA, GLM], ids=["llama", "glm"])
 def test_flops_are_those_of_the_model(model, tokens, logits, kind):
     counts = {"tokens": tokens, "logits": logits, "pairs": 0, "square": 0}
-    every = matmuls.list_model_matmuls(model, tokens, logits, kinds.find_kind(kind).products)
-    assert matmuls.count_total_flops(every) == kinds.find_kind(
+    shapes = matmuls.list_model_matmuls(model, tokens, logits, kinds.find_kind(kind).products)
+    assert matmuls.count_total_flops(shapes) == kinds.find_kind(
         kind
     ).forwards * flops.count_weight_flops(model, counts)
-    assert matmuls.count_total_flops(every) == flops.count_flops(
+    assert matmuls.count_total_flops(shapes) == flops.count_flops(
         model, counts, "causal", kinds.find_kind(kind).forwards
     )
 
@@ -43,7 +43,7 @@ def test_flops_of_every_case_are_those_of_the_model(name, size):
     )
 
 
-def test_a_group_divides_them():
+def test_tensor_parallelism_divides_the_matmuls():
     """A vocabulary of 256 is four times 64, so nothing is padded and each of two devices has half
     of everything.
     """
@@ -51,7 +51,11 @@ def test_a_group_divides_them():
         matmuls.list_model_matmuls(LLAMA, 500, 20, kinds.TRAIN.products, tp) for tp in (1, 2)
     )
     assert matmuls.count_total_flops(whole) == 2 * matmuls.count_total_flops(half)
-    assert [(one.name, one.m, one.n, one.k, one.count) for one in half if one.layout == "nt"] == [
+    assert [
+        (matmul.name, matmul.m, matmul.n, matmul.k, matmul.count)
+        for matmul in half
+        if matmul.layout == "nt"
+    ] == [
         ("qkv", 500, 48, 64, 3),
         ("out", 500, 64, 32, 3),
         ("gate+up", 500, 96, 64, 3),
@@ -65,24 +69,31 @@ def test_a_group_divides_them():
     assert (padded[-1].n, matmuls.count_total_flops(padded[-1:])) == (128, 2 * 20 * 128 * 64)
 
 
-def test_a_backward_has_both_products():
-    every = matmuls.list_model_matmuls(GLM, 10, 0, kinds.TRAIN.products)
-    assert [(one.layout, one.m, one.n, one.k, one.count) for one in every if one.name == "up"] == [
+def test_training_has_both_backward_matmuls():
+    shapes = matmuls.list_model_matmuls(GLM, 10, 0, kinds.TRAIN.products)
+    assert [
+        (matmul.layout, matmul.m, matmul.n, matmul.k, matmul.count)
+        for matmul in shapes
+        if matmul.name == "up"
+    ] == [
         ("nt", 10, 48, 32, 2),
         ("nn", 10, 32, 48, 2),
         ("tn", 48, 32, 10, 2),
     ]
-    assert {one.layout for one in matmuls.list_model_matmuls(GLM, 10, 4, kinds.SCORE.products)} == {
-        "nt"
-    }
+    assert {
+        matmul.layout for matmul in matmuls.list_model_matmuls(GLM, 10, 4, kinds.SCORE.products)
+    } == {"nt"}
 
 
-def test_large_products_are_taken_in_blocks_of_rows(monkeypatch):
+def test_large_matmuls_are_split_by_rows(monkeypatch):
     monkeypatch.setattr(matmuls, "MAX_NUMBERS", 1000)
-    every = matmuls.list_model_matmuls(GLM, 26, 0, kinds.SCORE.products)
+    shapes = matmuls.list_model_matmuls(GLM, 26, 0, kinds.SCORE.products)
     # 26 rows are split by 12: 12 · (48 + 32) numbers are at most 1000
-    assert [(one.m, one.count) for one in every if one.name == "up"] == [(12, 4), (2, 2)]
-    assert matmuls.count_total_flops(every) == flops.count_weight_flops(
+    assert [(matmul.m, matmul.count) for matmul in shapes if matmul.name == "up"] == [
+        (12, 4),
+        (2, 2),
+    ]
+    assert matmuls.count_total_flops(shapes) == flops.count_weight_flops(
         GLM, {"tokens": 26, "logits": 0}
     )
 
@@ -91,7 +102,7 @@ def test_large_products_are_taken_in_blocks_of_rows(monkeypatch):
     "name",
     ["llama1-7b-openwebtext", "llama1-13b-openwebtext", "aquila2-7b-alpaca", "llama2-7b-mmlu"],
 )
-def test_blocks_keep_the_alignment_of_a_product(name):
+def test_split_rows_keep_their_alignment(name):
     """On one H200 a weight gradient of 8,197 rows ran at a quarter of the rate of one of 8,192."""
     case = resolve.resolve_case(name, "full").case
     model = case.question.model
@@ -99,9 +110,9 @@ def test_blocks_keep_the_alignment_of_a_product(name):
         layer.outputs for layer in families.find_family(model.family).layer_matrices(model)
     } | {model.vocab}
     odd = {
-        one.m
-        for one in matmuls.list_case_matmuls(case, 1)
-        if one.layout == "tn" and one.m % 8 and one.m not in whole
+        matmul.m
+        for matmul in matmuls.list_case_matmuls(case, 1)
+        if matmul.layout == "tn" and matmul.m % 8 and matmul.m not in whole
     }
     assert odd == set()
 
@@ -121,12 +132,12 @@ def test_blocks_keep_the_alignment_of_a_product(name):
         ("llama2-7b-mmlu", {"tokens": 0, "logits": 0}, (32768, 8)),
     ],
 )
-def test_what_a_batch_has(name, counts, expected):
-    assert matmuls.count_tokens_and_logits(fixed(name).case, counts) == expected
+def test_tokens_and_logits_of_a_batch(name, counts, expected):
+    assert matmuls.count_tokens_and_logits(resolve_with_fixed_tune(name).case, counts) == expected
 
 
 def test_a_smaller_batch():
-    case = fixed("llama2-7b-mmlu").case
+    case = resolve_with_fixed_tune("llama2-7b-mmlu").case
     assert matmuls.list_case_matmuls(case, 1, None, 4)[0] == Matmul(
         name="qkv", m=8192, n=12288, k=4096, count=32
     )

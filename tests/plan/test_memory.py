@@ -39,7 +39,7 @@ LLAMA_13B = LLAMA_7B.model_copy(
 SMALL = Model(
     family="llama", layers=6, hidden=64, heads=4, kv_heads=2, ffn=176, vocab=71, positions=64
 )
-LIKE = {
+TRAIN_BASE = {
     "length": 2048,
     "batch": 2048,
     "steps": 100,
@@ -49,25 +49,29 @@ LIKE = {
     "warmup_steps": 2000,
 }
 TRAINED = Train.model_validate(
-    LIKE | {"decay_steps": 10000, "eps": 1e-6, "weight_decay": 0.1, "clip": 1.0}
+    TRAIN_BASE | {"decay_steps": 10000, "eps": 1e-6, "weight_decay": 0.1, "clip": 1.0}
 )
 
 
-def plan(tp: int = 1, pp: int = 1, dp: int = 1) -> Plan:
+def make_plan(tp: int = 1, pp: int = 1, dp: int = 1) -> Plan:
     """Return a plan on one node with these degrees."""
     return Plan(nodes=1, devices=tp * pp * dp, tp=tp, pp=pp, dp=dp, launcher="local")
 
 
-def predict(
-    model: Model, precision: str = "bf16", over: Plan | None = None, **tune: object
+def predict_parts(
+    model: Model, precision: str = "bf16", run_plan: Plan | None = None, **tune: object
 ) -> list[memory.MemoryParts]:
     """Return the predicted parts of each pipeline stage, on one device by default."""
     return memory.predict_stages(
-        model, TRAINING_PRESETS[precision], Tune.model_validate(tune), over or plan(), TRAINED
+        model,
+        TRAINING_PRESETS[precision],
+        Tune.model_validate(tune),
+        run_plan or make_plan(),
+        TRAINED,
     )
 
 
-def state(parts: memory.MemoryParts) -> int:
+def sum_state_bytes(parts: memory.MemoryParts) -> int:
     """Return the bytes of parameters, copies, gradients and optimizer states."""
     return parts.parameters + parts.copies + parts.gradients + parts.states
 
@@ -88,28 +92,28 @@ def state(parts: memory.MemoryParts) -> int:
     ],
 )
 def test_state_on_one_device(model, precision, each, gib):
-    [parts] = predict(model, precision)
-    assert state(parts) == each * flops.count_model_parameters(model)
-    assert round(state(parts) / GIB) == gib
-    assert parts.total == state(parts) + parts.activations + parts.logits
+    [parts] = predict_parts(model, precision)
+    assert sum_state_bytes(parts) == each * flops.count_model_parameters(model)
+    assert round(sum_state_bytes(parts) / GIB) == gib
+    assert parts.total == sum_state_bytes(parts) + parts.activations + parts.logits
 
 
 def test_state_of_fp8_pure():
     """fp8-pure holds two fp8 copies of the layers' matrices more than bf16-pure."""
-    [parts], [bf16] = predict(LLAMA_7B, "fp8-pure"), predict(LLAMA_7B, "bf16-pure")
+    [parts], [bf16] = predict_parts(LLAMA_7B, "fp8-pure"), predict_parts(LLAMA_7B, "bf16-pure")
     assert parts.copies == 2 * 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
-    assert state(parts) == state(bf16) + parts.copies
+    assert sum_state_bytes(parts) == sum_state_bytes(bf16) + parts.copies
     # the inputs of qkv and of gate_up, in 16 bits
     assert bf16.activations - parts.activations == 2048 * 32 * 2 * 2 * 4096
 
 
-def test_scoring_in_fp8_keeps_half_of_what_is_loaded():
+def test_scoring_in_fp8_holds_half_of_the_loaded_layer_weights():
     def parts(precision, tokens):
         return memory.predict_minimum(
             resolve_case(
                 "aquila2-34b-lambada", "full", precision, settings=[f"tune.batch_tokens={tokens}"]
             ).case,
-            plan(),
+            make_plan(),
         )
 
     matrices = flops.count_layer_parameters(resolve_case("aquila2-34b-lambada").case.question.model)
@@ -124,23 +128,23 @@ def test_activations_of_7b_by_hand():
     rotated, 1 · 4096 attended and 3 · 11008, and in fp32 a log-sum-exp per head and a scale per
     norm.
     """
-    each = 2 * (10 * 4096 + 3 * 11008) + 4 * (32 + 2)
-    [parts] = predict(LLAMA_7B, micro_batch=4)
-    assert parts.activations == 4 * 2048 * 32 * each
+    token_bytes = 2 * (10 * 4096 + 3 * 11008) + 4 * (32 + 2)
+    [parts] = predict_parts(LLAMA_7B, micro_batch=4)
+    assert parts.activations == 4 * 2048 * 32 * token_bytes
     assert parts.logits == 4 * 2048 * (2 * 2 * 4096 + 2 * 2 * 32000)
-    [eager] = predict(LLAMA_7B, micro_batch=4, compile=False)
-    assert eager.activations == 4 * 2048 * 32 * (each + 2 * 11008)
+    [eager] = predict_parts(LLAMA_7B, micro_batch=4, compile=False)
+    assert eager.activations == 4 * 2048 * 32 * (token_bytes + 2 * 11008)
     assert eager.logits == 4 * 2048 * (2 * 2 * 4096 + (2 + 4 + 4) * 32000)
-    [wide] = predict(LLAMA_7B, "tf32")
+    [wide] = predict_parts(LLAMA_7B, "tf32")
     assert wide.activations == 2048 * 32 * (4 * (10 * 4096 + 3 * 11008) + 4 * 34)
 
 
-def test_recomputation_keeps_less_and_one_layer_whole():
+def test_recomputation_saves_less_but_one_whole_layer():
     none = 2 * (10 * 4096 + 3 * 11008) + 4 * 34
     full, selective = 2 * 2 * 4096, 2 * (7 * 4096 + 2 * 11008) + 4 * 32
-    for name, kept in (("none", none), ("selective", selective), ("full", full)):
-        [parts] = predict(LLAMA_7B, recompute=name)
-        assert parts.activations == 2048 * (32 * kept + none - kept)
+    for name, saved in (("none", none), ("selective", selective), ("full", full)):
+        [parts] = predict_parts(LLAMA_7B, recompute=name)
+        assert parts.activations == 2048 * (32 * saved + none - saved)
 
 
 @pytest.mark.parametrize(
@@ -153,72 +157,93 @@ def test_recomputation_keeps_less_and_one_layer_whole():
     ],
 )
 def test_sharding_divides_over_its_degree(sharding, divided):
-    [whole] = predict(LLAMA_7B)
-    for degree, over in ((None, 8), (4, 4)):
-        [parts] = predict(LLAMA_7B, over=plan(dp=8), sharding=sharding, sharding_degree=degree)
+    [whole] = predict_parts(LLAMA_7B)
+    for degree, shards in ((None, 8), (4, 4)):
+        [parts] = predict_parts(
+            LLAMA_7B, run_plan=make_plan(dp=8), sharding=sharding, sharding_degree=degree
+        )
         for name in ("parameters", "states", "gradients", "copies"):
-            assert getattr(parts, name) == getattr(whole, name) // (over if name in divided else 1)
+            assert getattr(parts, name) == getattr(whole, name) // (
+                shards if name in divided else 1
+            )
         assert parts.activations == whole.activations
 
 
-def test_without_a_copy_parameters_are_divided_last():
-    sizes = [predict(LLAMA_13B, "bf16-pure", plan(dp=8), sharding=stage)[0] for stage in range(4)]
-    assert [one.parameters * 8 // sizes[0].parameters for one in sizes] == [8, 8, 8, 1]
-    assert [one.states * 8 // sizes[0].states for one in sizes] == [8, 1, 1, 1]
+def test_without_a_copy_parameters_are_sharded_last():
+    sizes = [
+        predict_parts(LLAMA_13B, "bf16-pure", make_plan(dp=8), sharding=stage)[0]
+        for stage in range(4)
+    ]
+    assert [parts.parameters * 8 // sizes[0].parameters for parts in sizes] == [8, 8, 8, 1]
+    assert [parts.states * 8 // sizes[0].states for parts in sizes] == [8, 1, 1, 1]
 
 
-def test_a_pipeline_holds_more_micro_batches_the_sooner_the_stage():
-    stages = predict(LLAMA_7B, over=plan(pp=4))
+def test_earlier_pipeline_stages_hold_more_micro_batches():
+    stages = predict_parts(LLAMA_7B, run_plan=make_plan(pp=4))
     last = stages[3].activations
-    assert [one.activations // last for one in stages] == [4, 3, 2, 1]
-    assert [bool(one.logits) for one in stages] == [False, False, False, True]
-    [few] = {one.activations for one in predict(LLAMA_7B, over=plan(pp=4), micro_batch=2048)}
+    assert [stage.activations // last for stage in stages] == [4, 3, 2, 1]
+    assert [bool(stage.logits) for stage in stages] == [False, False, False, True]
+    [few] = {
+        stage.activations
+        for stage in predict_parts(LLAMA_7B, run_plan=make_plan(pp=4), micro_batch=2048)
+    }
     assert few == 2048 * last  # one micro-batch in all: no stage holds more
-    assert sum(map(state, stages)) == 18 * flops.count_model_parameters(LLAMA_7B)
+    assert sum(map(sum_state_bytes, stages)) == 18 * flops.count_model_parameters(LLAMA_7B)
 
 
 def test_layers_that_do_not_divide_go_to_the_inner_stages():
     assert [len(layers) for layers in divide_layers(10, 4)] == [2, 3, 3, 2]
-    uneven = predict(LLAMA_7B.model_copy(update={"layers": 10}), over=plan(pp=4))
+    uneven = predict_parts(LLAMA_7B.model_copy(update={"layers": 10}), run_plan=make_plan(pp=4))
     layer = uneven[3].activations // 2  # the last stage holds one micro-batch
-    assert [one.activations // layer for one in uneven] == [4 * 2, 3 * 3, 2 * 3, 1 * 2]
-    assert sum(map(state, uneven)) == 18 * flops.count_model_parameters(
+    assert [stage.activations // layer for stage in uneven] == [4 * 2, 3 * 3, 2 * 3, 1 * 2]
+    assert sum(map(sum_state_bytes, uneven)) == 18 * flops.count_model_parameters(
         LLAMA_7B.model_copy(update={"layers": 10})
     )
 
 
-def test_a_team_divides_all_but_the_norms():
-    [whole], [half] = predict(LLAMA_7B), predict(LLAMA_7B, over=plan(tp=2))
+def test_tensor_parallelism_divides_all_but_the_norms():
+    [whole], [half] = predict_parts(LLAMA_7B), predict_parts(LLAMA_7B, run_plan=make_plan(tp=2))
     assert half.activations * 2 == whole.activations
     assert half.logits * 2 == whole.logits
     norms = 65 * 4096
     assert half.states // 8 - norms == (whole.states // 8 - norms) // 2
 
 
-def whole(
-    precision: str, over: Plan, **tune: object
+def predict_with_units(
+    precision: str, run_plan: Plan, **tune: object
 ) -> tuple[list[memory.MemoryParts], list[memory.MemoryParts]]:
     """Return the predicted parts of each stage, without and with the units that are gathered for a
     while.
     """
-    given = LLAMA_7B, TRAINING_PRESETS[precision], Tune.model_validate(tune), over, TRAINED
-    return memory.predict_stages(*given), memory.predict_stages(*given, with_gathered=True)
+    arguments = LLAMA_7B, TRAINING_PRESETS[precision], Tune.model_validate(tune), run_plan, TRAINED
+    return memory.predict_stages(*arguments), memory.predict_stages(*arguments, with_gathered=True)
 
 
-LAYER, TABLE = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 32000 * 4096
+LAYER_PARAMETERS, TABLE_PARAMETERS = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 32000 * 4096
 
 
-def test_units_of_a_stage():
-    assert memory.count_unit_parameters(LLAMA_7B, plan(), 0) == [TABLE, *[LAYER] * 32, TABLE + 4096]
-    assert memory.count_unit_parameters(LLAMA_7B, plan(pp=4), 0) == [TABLE, *[LAYER] * 8]
-    assert memory.count_unit_parameters(LLAMA_7B, plan(pp=4), 1) == [LAYER] * 8
+def test_parameters_of_the_units_of_a_stage():
+    assert memory.count_unit_parameters(LLAMA_7B, make_plan(), 0) == [
+        TABLE_PARAMETERS,
+        *[LAYER_PARAMETERS] * 32,
+        TABLE_PARAMETERS + 4096,
+    ]
+    assert memory.count_unit_parameters(LLAMA_7B, make_plan(pp=4), 0) == [
+        TABLE_PARAMETERS,
+        *[LAYER_PARAMETERS] * 8,
+    ]
+    assert memory.count_unit_parameters(LLAMA_7B, make_plan(pp=4), 1) == [LAYER_PARAMETERS] * 8
     tied = LLAMA_7B.model_copy(update={"tied": True})
-    assert memory.count_unit_parameters(tied, plan(), 0) == [TABLE, *[LAYER] * 32, 4096]
+    assert memory.count_unit_parameters(tied, make_plan(), 0) == [
+        TABLE_PARAMETERS,
+        *[LAYER_PARAMETERS] * 32,
+        4096,
+    ]
     for stage in range(4):
-        over = plan(tp=2, pp=4)
+        run_plan = make_plan(tp=2, pp=4)
         assert sum(
-            memory.count_unit_parameters(LLAMA_7B, over, stage)
-        ) == memory.count_stage_parameters(LLAMA_7B, over, stage)
+            memory.count_unit_parameters(LLAMA_7B, run_plan, stage)
+        ) == memory.count_stage_parameters(LLAMA_7B, run_plan, stage)
 
 
 @pytest.mark.parametrize(
@@ -232,39 +257,46 @@ def test_units_of_a_stage():
         ("bf16-pure", 3, {"gradients": 2, "parameters": 2}),
     ],
 )
-def test_two_units_are_whole_at_a_time(precision, sharding, more):
-    [without], [found] = whole(precision, plan(dp=8), sharding=sharding)
+def test_two_units_are_gathered_at_a_time(precision, sharding, more):
+    [without], [with_units] = predict_with_units(precision, make_plan(dp=8), sharding=sharding)
     for name in ("parameters", "copies", "gradients", "states", "activations", "logits"):
-        assert getattr(found, name) == getattr(without, name) + more.get(name, 0) * 2 * LAYER
-    [without], [alone] = whole(precision, plan(), sharding=sharding)
-    assert alone == without  # one device: nothing is sharded
-    [without], [forced] = whole(precision, plan(), sharding=sharding, distributed=True)
-    assert forced.total == without.total + sum(more.values()) * 2 * LAYER
+        assert (
+            getattr(with_units, name)
+            == getattr(without, name) + more.get(name, 0) * 2 * LAYER_PARAMETERS
+        )
+    [without], [unsharded] = predict_with_units(precision, make_plan(), sharding=sharding)
+    assert unsharded == without  # one device: nothing is sharded
+    [without], [forced] = predict_with_units(
+        precision, make_plan(), sharding=sharding, distributed=True
+    )
+    assert forced.total == without.total + sum(more.values()) * 2 * LAYER_PARAMETERS
 
 
-def test_a_tensor_parallel_rank_gathers_what_logits_are_made_of():
-    without, found = whole("bf16", plan(tp=2, pp=2))
-    assert found[0] == without[0]
-    assert found[1].logits == without[1].logits + 2048 * 2 * (4096 - 2048)
+def test_a_tensor_parallel_rank_gathers_the_inputs_of_the_logits():
+    without, with_units = predict_with_units("bf16", make_plan(tp=2, pp=2))
+    assert with_units[0] == without[0]
+    assert with_units[1].logits == without[1].logits + 2048 * 2 * (4096 - 2048)
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"tied": True}, {"qkv_bias": True}, {"qk_norm": True, "head_dim": 24}]
 )
 @pytest.mark.parametrize("tp", [1, 2])
-def test_parameters_are_the_modules(changes, tp):
+def test_parameters_equal_those_of_the_modules(changes, tp):
     model = SMALL.model_copy(update=changes)
     with torch.device("meta"):
-        made = Llama(
+        module = Llama(
             llama_placements.make_shard_shape(llama_weights.get_llama_shape(model), Shard(0, tp))
         )
-    assert memory.count_stage_parameters(model, plan(tp=tp), 0) == sum(
-        p.numel() for p in made.parameters()
+    assert memory.count_stage_parameters(model, make_plan(tp=tp), 0) == sum(
+        p.numel() for p in module.parameters()
     )
-    stages = [memory.count_stage_parameters(model, plan(tp=tp, pp=3), stage) for stage in range(3)]
+    stages = [
+        memory.count_stage_parameters(model, make_plan(tp=tp, pp=3), stage) for stage in range(3)
+    ]
     # with tied embeddings the first and the last stage each hold the table
-    again = memory.count_vocab_rows(71, tp) * 64 if model.tied else 0
-    assert sum(stages) == sum(p.numel() for p in made.parameters()) + again
+    second_table = memory.count_vocab_rows(71, tp) * 64 if model.tied else 0
+    assert sum(stages) == sum(p.numel() for p in module.parameters()) + second_table
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 8])
@@ -280,23 +312,23 @@ def test_the_vocabulary_is_padded_as_the_models_pad_it(tp):
 
 
 @pytest.mark.parametrize("pp", [0, 7, 10**12])
-def test_a_plan_that_cannot_be_has_no_prediction(pp):
-    over = plan().model_copy(update={"pp": pp})
+def test_an_impossible_plan_is_refused(pp):
+    impossible_plan = make_plan().model_copy(update={"pp": pp})
     with pytest.raises(ValueError, match="stages for 6 layers"):
-        predict(SMALL, over=over)
+        predict_parts(SMALL, run_plan=impossible_plan)
 
 
-def _attend(
+def _plain_attention(
     q: Tensor, k: Tensor, v: Tensor, rows: PackedLayout, kernel: str, prefix: object, window: object
 ) -> Tensor:
     """Return attention that saves its output, as fused kernels on packed rows do."""
-    q, k, v = (one.transpose(0, 1)[None] for one in (q, k, v))
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(
         0, 1
     )
 
 
-class _Norm(torch.autograd.Function):
+class _FusedNorm(torch.autograd.Function):
     """RMSNorm as a fused kernel does it: only its input, its weight and a scale for each token are
     saved.
     """
@@ -312,7 +344,7 @@ class _Norm(torch.autograd.Function):
         raise NotImplementedError
 
 
-def saved_bytes(
+def measure_saved_bytes(
     model: Model,
     compiled: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -325,9 +357,9 @@ def saved_bytes(
 
     The layer is compiled if `compiled`, a fused block if `lean`, an fp8 block if `fp8`.
     """
-    monkeypatch.setattr(llama, "attend_packed_rows", _attend)
-    monkeypatch.setattr(llama_fused, "attend_packed_rows", _attend)
-    monkeypatch.setattr(llama_fp8, "attend_packed_rows", _attend)
+    monkeypatch.setattr(llama, "attend_packed_rows", _plain_attention)
+    monkeypatch.setattr(llama_fused, "attend_packed_rows", _plain_attention)
+    monkeypatch.setattr(llama_fp8, "attend_packed_rows", _plain_attention)
     shape = llama_weights.get_llama_shape(model)
     block = LlamaBlock(shape).to(torch.bfloat16)
     run = torch.compile(block, backend="aot_eager_decomp_partition") if compiled else block
@@ -343,22 +375,22 @@ def saved_bytes(
         )
     elif not compiled:
         monkeypatch.setattr(
-            torch.nn.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight, self.eps)
+            torch.nn.RMSNorm, "forward", lambda self, x: _FusedNorm.apply(x, self.weight, self.eps)
         )
     x, delta = (
         torch.randn(tokens, model.hidden, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(2)
     )
     cos, sin = compute_rotary_cos_sin(torch.arange(tokens), shape, torch.bfloat16)
-    aside = {one.untyped_storage().data_ptr() for one in (*block.parameters(), cos, sin)}
-    seen: dict[int, Tensor] = {}
+    excluded = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), cos, sin)}
+    saved: dict[int, Tensor] = {}
 
-    def keep(one: Tensor) -> Tensor:
+    def keep(tensor: Tensor) -> Tensor:
         """Record the storage of a saved tensor and return the tensor."""
-        seen.setdefault(one.untyped_storage().data_ptr(), one)
-        return one
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         run(
             x,
             delta,
@@ -368,7 +400,11 @@ def saved_bytes(
             "rows",
             None,
         )
-    return sum(one.untyped_storage().nbytes() for at, one in seen.items() if at not in aside)
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for pointer, tensor in saved.items()
+        if pointer not in excluded
+    )
 
 
 SHAPES = [
@@ -385,7 +421,7 @@ SHAPES = [
 @pytest.mark.usefixtures("one_thread")
 def test_activations_are_what_torch_saves(changes, monkeypatch):
     model = SMALL.model_copy(update=changes)
-    assert saved_bytes(model, False, monkeypatch) == 32 * memory.count_layer_bytes(
+    assert measure_saved_bytes(model, False, monkeypatch) == 32 * memory.count_layer_bytes(
         model, 2, "none", compiled=False
     )
 
@@ -396,27 +432,30 @@ def test_activations_are_what_torch_saves(changes, monkeypatch):
 def test_activations_of_a_fused_block_are_what_torch_saves(changes, compiled, monkeypatch):
     """Whether its parts are compiled changes nothing: they are functions of their arguments alone."""
     model = SMALL.model_copy(update=changes)
-    found = saved_bytes(model, False, monkeypatch, lean=True)
-    assert found == 32 * memory.count_layer_bytes(model, 2, "none", compiled, fused_blocks=True)
+    saved = measure_saved_bytes(model, False, monkeypatch, lean=True)
+    assert saved == 32 * memory.count_layer_bytes(model, 2, "none", compiled, fused_blocks=True)
     # With norms of queries and keys a fused block saves their input (the output of qkv) too, so it
     # need not save less.
-    assert model.qk_norm or found < saved_bytes(model, False, monkeypatch)
+    assert model.qk_norm or saved < measure_saved_bytes(model, False, monkeypatch)
 
 
 @pytest.mark.parametrize("changes", SHAPES)
 @pytest.mark.usefixtures("one_thread")
 def test_activations_of_an_fp8_block_are_what_torch_saves(changes, monkeypatch):
     model = SMALL.model_copy(update=changes)
-    found = saved_bytes(model, False, monkeypatch, fp8=True)
-    assert found == 32 * memory.count_layer_bytes(
+    saved = measure_saved_bytes(model, False, monkeypatch, fp8=True)
+    assert saved == 32 * memory.count_layer_bytes(
         model, 2, "none", False, fused_blocks=True, fp8=True
     )
-    assert found == saved_bytes(model, False, monkeypatch, lean=True) - 32 * 2 * 2 * model.hidden
+    assert (
+        saved
+        == measure_saved_bytes(model, False, monkeypatch, lean=True) - 32 * 2 * 2 * model.hidden
+    )
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_activations_are_what_a_compiler_saves(monkeypatch):
     """The compiler decides what to save before it generates any code."""
-    assert saved_bytes(SMALL, True, monkeypatch) == 32 * memory.count_layer_bytes(
+    assert measure_saved_bytes(SMALL, True, monkeypatch) == 32 * memory.count_layer_bytes(
         SMALL, 2, "none", compiled=True
     )

@@ -27,9 +27,9 @@ def main() -> None:
     framework = TorchFramework("steelyard.accelerators.cpu_torch:CpuTorchDevice", 0, now)
     plan = Plan(nodes=1, devices=2, tp=1, pp=1, dp=2, launcher="local")
     framework.join_ranks(plan, rank, 2, Rendezvous(file=store))
-    shown = TorchCeilings(framework)
-    holder = CeilingBenchmarker(framework, rank, LIMITS, now, now(), shown.all_reduce_max)
-    rows = exchange_ceilings.exchange_rows(framework, shown.lacks, quick=True)
+    torch_ceilings = TorchCeilings(framework)
+    holder = CeilingBenchmarker(framework, rank, LIMITS, now, now(), torch_ceilings.all_reduce_max)
+    rows = exchange_ceilings.exchange_rows(framework, torch_ceilings.lacks, quick=True)
     print(json.dumps([holder.run_row(row).model_dump(mode="json") for row in rows]))
     framework.leave()
 

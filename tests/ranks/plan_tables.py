@@ -2,32 +2,35 @@
 
 from pathlib import Path
 
-HUGE = 2.0**21  # the first fp16 steps overflow and are skipped
+OVERFLOWING_SCALE = 2.0**21  # the first fp16 steps overflow and are skipped
 
 
-def plans(text: str) -> list[dict]:
+def parse_plans(text: str) -> list[dict]:
     """Parse lines of plan, sharding, sharding degree, recompute, rows of a micro-batch and
     precision, where a dash is the default. Return one run per line for train_plans.py.
     """
     out = []
     for line in text.split("\n"):
         if line.strip():
-            parallel, *rest, precision = line.split()
+            parallel, *tune_values, precision = line.split()
             names = ("sharding", "sharding_degree", "recompute", "micro_batch")
             settings = {
                 f"tune.{name}": value
-                for name, value in zip(names, rest, strict=True)
+                for name, value in zip(names, tune_values, strict=True)
                 if value != "-"
             }
-            one = {
+            run = {
                 "name": " ".join(line.split()),
                 "settings": {"tune.parallel": parallel, **settings},
             }
-            out.append(one | ({} if precision == "-" else {"precision": precision, "scale": HUGE}))
+            out.append(
+                run
+                | ({} if precision == "-" else {"precision": precision, "scale": OVERFLOWING_SCALE})
+            )
     return out
 
 
-PLANS = plans("""
+FP64_PLANS = parse_plans("""
     DP8       0 - none      2 -
     DP8       1 - selective 1 -
     DP8       2 - full      1 -
@@ -47,7 +50,7 @@ PLANS = plans("""
     TP2PP2DP2 0 - full      4 -
     TP2PP2DP2 2 - none      2 -
 """)
-ROUNDED = plans("""
+LOW_PRECISION_PLANS = parse_plans("""
     DP8       3 - none      2 bf16
     TP2DP4    0 - none      4 bf16
     TP2PP2DP2 1 - none      4 bf16
@@ -58,18 +61,18 @@ ROUNDED = plans("""
     TP2PP2DP2 1 - full      4 fp8-pure
 """)
 FEW_STEPS = {"question.train.steps": 4}  # for dtypes whose matmuls are slow on a CPU
-for one in ROUNDED:
+for one in LOW_PRECISION_PLANS:
     one["settings"] |= {} if one["precision"] == "fp16" else FEW_STEPS
-LOADED = plans("PP2DP4 3 - none 2 -")
+LOADED_PLANS = parse_plans("PP2DP4 3 - none 2 -")
 # Conversations without the padding of rows: micro-batches have many sizes, multiples of 8 tokens.
 SMALL_GRAIN = 8
-UNPADDED = plans("""
+UNPADDED_PLANS = parse_plans("""
     DP8       1 - none      2 -
     TP4DP2    0 - none      3 -
     TP2PP2DP2 3 - full      2 -
     PP4DP2    0 - none      2 -
 """)
-for one in UNPADDED:
+for one in UNPADDED_PLANS:
     one |= {"name": f"{one['name']} unpadded", "case": "aquila2-7b-alpaca", "grain": SMALL_GRAIN}
 
 # Settings that make variants of a plain Llama; each is tested under three plans.
@@ -81,19 +84,19 @@ VARIANTS = {
 }
 
 
-def of_variant(name: str) -> dict[str, object]:
+def variant_settings(name: str) -> dict[str, object]:
     """Return the settings that make the case's model this variant."""
     return {f"question.model.{key}": value for key, value in VARIANTS[name].items()}
 
 
-VARIED = [
+VARIANT_PLANS = [
     one
     | {
         "name": f"{one['name']} {name}",
-        "settings": one["settings"] | of_variant(name) | FEW_STEPS,
+        "settings": one["settings"] | variant_settings(name) | FEW_STEPS,
     }
     for name in VARIANTS
-    for one in plans("""
+    for one in parse_plans("""
     DP8       3 - none      2 -
     TP2DP4    1 - selective 4 -
     TP2PP2DP2 2 - full      2 -
@@ -101,34 +104,40 @@ VARIED = [
 ]
 
 # Runs that save a checkpoint, and runs that resume from it under another plan.
-KEPT = (
+CHECKPOINTED = (
     "TP2PP2DP2 2 - none      2 -",
     "DP8       3 - none      4 -",
     "PP2DP4    0 - none      2 fp16",
 )
 RESUMED = {
-    "DP8       0 - none      1 -": KEPT[0],
-    "TP4DP2    3 - none      4 -": KEPT[0],
-    "PP4DP2    2 - none      1 -": KEPT[1],
-    "TP2PP2DP2 2 - none      1 fp16": KEPT[2],
+    "DP8       0 - none      1 -": CHECKPOINTED[0],
+    "TP4DP2    3 - none      4 -": CHECKPOINTED[0],
+    "PP4DP2    2 - none      1 -": CHECKPOINTED[1],
+    "TP2PP2DP2 2 - none      1 fp16": CHECKPOINTED[2],
 }
 
 
-def spelled(line: str) -> str:
+def normalize_plan(line: str) -> str:
     """Return a plan's line with single spaces, as runs are named."""
     return " ".join(line.split())
 
 
-def keeping(folder: Path) -> list[dict]:
+def plans_with_checkpoints(folder: Path) -> list[dict]:
     """Return all fp64 and low-precision plans, those of CHECKPOINTED with a checkpoint folder, then
     the runs that resume from there.
     """
-    kept = {spelled(line): str(folder / f"kept-{i}") for i, line in enumerate(KEPT)}
-    begun = [
-        one | ({"keep": kept[one["name"]]} if one["name"] in kept else {})
-        for one in [*PLANS, *ROUNDED]
+    checkpoint_folders = {
+        normalize_plan(line): str(folder / f"kept-{i}") for i, line in enumerate(CHECKPOINTED)
+    }
+    started = [
+        run
+        | ({"keep": checkpoint_folders[run["name"]]} if run["name"] in checkpoint_folders else {})
+        for run in [*FP64_PLANS, *LOW_PRECISION_PLANS]
     ]
     return [
-        *begun,
-        *[plans(new)[0] | {"resume": kept[spelled(old)]} for new, old in RESUMED.items()],
+        *started,
+        *[
+            parse_plans(new)[0] | {"resume": checkpoint_folders[normalize_plan(old)]}
+            for new, old in RESUMED.items()
+        ],
     ]

@@ -26,34 +26,34 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    asked = json.loads(Path(sys.argv[1]).read_text())
+    request = json.loads(Path(sys.argv[1]).read_text())
     out = {}
-    for one in asked["runs"]:
+    for run in request["runs"]:
         resolved = resolve.resolve_case(
-            one["case"],
+            run["case"],
             "smoke",
             settings=[
-                *asked["settings"][one["case"]],
-                *one.get("more", []),
-                f"tune.parallel={one['parallel']}",
+                *request["settings"][run["case"]],
+                *run.get("more", []),
+                f"tune.parallel={run['parallel']}",
             ],
         ).case
         layout = degrees.make_plan(resolved, 1, world)
         prepared = resolved.question.task_row.prepare(
             resolved.question.describe_for_task(Sources(None, None, None), None, True, {})
         )
-        place = degrees.find_position(layout, rank)
+        position = degrees.find_position(layout, rank)
         engine = TorchScore(
             Job(
                 case=resolved,
                 work=resolved.question.task_row.work,
                 inputs=prepared.inputs,
-                weights=Path(one["weights"]) if one["weights"] else None,
+                weights=Path(run["weights"]) if run["weights"] else None,
                 device=CpuTorchDevice(0, monotonic),
                 rank=rank,
                 world=world,
                 plan=layout,
-                place=place,
+                place=position,
                 group=tensor_parallel.create_tensor_parallel_group(
                     layout, rank, torch.device("cpu")
                 ),
@@ -63,8 +63,8 @@ def main() -> None:
         engine.prepare("val", lambda part: nullcontext())
         works = [item for item in engine.work("val") if isinstance(item, Work)]
         parameters = sum(p.numel() for p in engine.scorer.model.parameters())
-        out[one["name"]] = {
-            "place": [place.tp, place.dp],
+        out[run["name"]] = {
+            "place": [position.tp, position.dp],
             "answers": engine.outputs("val"),
             "rows": sorted(row for work in works for row in work.rows or ()),
             "parameters": parameters,

@@ -38,7 +38,7 @@ SETTINGS = [
     "question.train.clip=2.0",
     "question.data.held_out=3",
 ]
-OF_CASE = {
+CASE_SETTINGS = {
     "llama1-7b-openwebtext": [
         "question.train.length=64",
         f"question.train.steps={STEPS}",
@@ -48,15 +48,15 @@ OF_CASE = {
 }
 
 
-def build(one: dict, rank: int, world: int) -> TorchTrain:
+def build_engine(run: dict, rank: int, world: int) -> TorchTrain:
     """Resolve a run's case and plan, prepare its inputs and return engine torch for this rank."""
-    name = one.get("case", "llama1-7b-openwebtext")
+    name = run.get("case", "llama1-7b-openwebtext")
     settings = [
         *SETTINGS,
-        *OF_CASE[name],
-        *[f"{key}={value}" for key, value in one["settings"].items()],
+        *CASE_SETTINGS[name],
+        *[f"{key}={value}" for key, value in run["settings"].items()],
     ]
-    resolved = resolve.resolve_case(name, "smoke", one.get("precision"), settings=settings).case
+    resolved = resolve.resolve_case(name, "smoke", run.get("precision"), settings=settings).case
     layout = degrees.make_plan(resolved, 1, world)
     prepared = resolved.question.task_row.prepare(
         resolved.question.describe_for_task(Sources(None, None, None), None, True, {})
@@ -66,7 +66,7 @@ def build(one: dict, rank: int, world: int) -> TorchTrain:
             case=resolved,
             work=resolved.question.task_row.work,
             inputs=prepared.inputs,
-            weights=Path(one["weights"]) if one.get("weights") else None,
+            weights=Path(run["weights"]) if run.get("weights") else None,
             device=CpuTorchDevice(0, monotonic),
             rank=rank,
             world=world,
@@ -74,12 +74,12 @@ def build(one: dict, rank: int, world: int) -> TorchTrain:
             place=degrees.find_position(layout, rank),
             group=None,
             steps=None,
-            checkpoint_schedule=CheckpointSchedule(Path(one["keep"]), KEEP_EVERY)
-            if one.get("keep")
+            checkpoint_schedule=CheckpointSchedule(Path(run["keep"]), KEEP_EVERY)
+            if run.get("keep")
             else None,
             resume=(
-                Path(one["resume"]) / checkpoint_folders.format_step_folder(KEEP_EVERY)
-                if one.get("resume")
+                Path(run["resume"]) / checkpoint_folders.format_step_folder(KEEP_EVERY)
+                if run.get("resume")
                 else None
             ),
         )
@@ -87,48 +87,48 @@ def build(one: dict, rank: int, world: int) -> TorchTrain:
 
 
 @contextmanager
-def counting(groups: collectives.PlanGroups) -> Iterator[Counter]:
+def count_collectives(groups: collectives.PlanGroups) -> Iterator[Counter]:
     """Count collectives while the block runs: yields a counter by dimension of the plan and kind,
     and of tensors exchanged with neighbouring stages.
     """
-    found: Counter = Counter()
+    counts: Counter = Counter()
     names = {id(getattr(groups, name)): name for name in collectives.DIMS}
-    kept = {
+    originals = {
         kind: getattr(collectives.PlanGroup, kind)
         for kind in ("all_reduce", "reduce_scatter", "all_gather")
     }
-    batch = pipeline.dist.batch_isend_irecv
+    original_batch = pipeline.dist.batch_isend_irecv
 
-    def counted(kind: str):
-        def call(group: collectives.PlanGroup, *given):
-            found[f"{names[id(group)]} {kind}"] += 1
-            return kept[kind](group, *given)
+    def counted_collective(kind: str):
+        def call(group: collectives.PlanGroup, *args):
+            counts[f"{names[id(group)]} {kind}"] += 1
+            return originals[kind](group, *args)
 
         return call
 
     def counted_batch(ops: list):
-        found["stages sent or received"] += len(ops)
-        return batch(ops)
+        counts["stages sent or received"] += len(ops)
+        return original_batch(ops)
 
     try:
-        for kind in kept:
-            setattr(collectives.PlanGroup, kind, counted(kind))
+        for kind in originals:
+            setattr(collectives.PlanGroup, kind, counted_collective(kind))
         pipeline.dist.batch_isend_irecv = counted_batch
-        yield found
+        yield counts
     finally:
-        for kind, call in kept.items():
+        for kind, call in originals.items():
             setattr(collectives.PlanGroup, kind, call)
-        pipeline.dist.batch_isend_irecv = batch
+        pipeline.dist.batch_isend_irecv = original_batch
 
 
-def train(engine: TorchTrain) -> dict:
+def run_training(engine: TorchTrain) -> dict:
     """Run all passes and return losses, norms, counts and collectives per step, the held-out losses
     before and after, and what this rank holds.
     """
     out: dict = {"place": [engine.job.place.tp, engine.job.place.pp, engine.job.place.dp]}
     for name in ("before", "train", "after") if engine.job.resume is None else ("train", "after"):
         engine.prepare(name, lambda part: nullcontext())
-        with counting(engine.trainer.placement.groups) as issued:
+        with count_collectives(engine.trainer.placement.groups) as issued:
             items = list(engine.work(name))
         works = [item for item in items if isinstance(item, Work) and item.counts]
         out[name] = engine.outputs(name)
@@ -151,30 +151,32 @@ def train(engine: TorchTrain) -> dict:
     return out
 
 
-def whole_weights(engine: TorchTrain) -> dict[str, torch.Tensor]:
+def gather_stage_weights(engine: TorchTrain) -> dict[str, torch.Tensor]:
     """Return the weights of this rank's pipeline stage by name, assembled from the shards of all
     ranks. All ranks must call it.
     """
     model = engine.trainer.model
-    held = model.as_model_parts(
+    shards = model.as_model_parts(
         {f"weights.{name}": shard for name, shard in model.named_parameters()}
     )
     parts = [
-        (name.partition(".")[2], one.whole_shape, one.offset, one.as_subclass(torch.Tensor))
-        for name, one in held.items()
+        (name.partition(".")[2], part.whole_shape, part.offset, part.as_subclass(torch.Tensor))
+        for name, part in shards.items()
     ]
-    of_ranks = [parts]
+    parts_of_ranks = [parts]
     if engine.job.world > 1:
-        of_ranks = [None] * engine.job.world
-        dist.all_gather_object(of_ranks, parts)
+        parts_of_ranks = [None] * engine.job.world
+        dist.all_gather_object(parts_of_ranks, parts)
     names = {name for name, *_ in parts}
     out: dict[str, torch.Tensor] = {}
     for name, whole, offset, tensor in (
-        one for each in of_ranks for one in each if one[0] in names
+        part for rank_parts in parts_of_ranks for part in rank_parts if part[0] in names
     ):
-        place = out.setdefault(name, torch.full(whole, torch.nan, dtype=tensor.dtype))
-        place[
-            tuple(slice(at, at + size) for at, size in zip(offset, tensor.shape, strict=True))
+        target = out.setdefault(name, torch.full(whole, torch.nan, dtype=tensor.dtype))
+        target[
+            tuple(
+                slice(begin, begin + size) for begin, size in zip(offset, tensor.shape, strict=True)
+            )
         ] = tensor
     return out
 
@@ -185,29 +187,29 @@ def main() -> None:
     """
     torch.set_num_threads(1)
     store, rank, world = next(dist.rendezvous("env://"))
-    asked = json.loads(Path(sys.argv[1]).read_text())
+    runs = json.loads(Path(sys.argv[1]).read_text())
     folder = Path(sys.argv[2])
     out = {}
-    for number, one in enumerate(asked):
-        torch_train.TOKEN_MULTIPLE = one.get("grain", TOKEN_MULTIPLE)
-        adamw.FIRST_SCALE = one.get("scale", 65536.0)
-        tensors.DTYPES["fp32"] = torch.float32 if one.get("precision") else torch.float64
+    for number, run in enumerate(runs):
+        torch_train.TOKEN_MULTIPLE = run.get("grain", TOKEN_MULTIPLE)
+        adamw.FIRST_SCALE = run.get("scale", 65536.0)
+        tensors.DTYPES["fp32"] = torch.float32 if run.get("precision") else torch.float64
         began = monotonic()
         # Each gloo group has a thread that wakes 100 times a second, so the groups of a plan are
         # destroyed with it.
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world
         )
-        engine = build(one, rank, world)
-        out[one["name"]] = train(engine) | {"seconds": monotonic() - began}
-        found = whole_weights(engine)
+        engine = build_engine(run, rank, world)
+        out[run["name"]] = run_training(engine) | {"seconds": monotonic() - began}
+        weights = gather_stage_weights(engine)
         if engine.job.place.tp == engine.job.place.dp == 0:
-            torch.save(found, folder / f"weights-{number}-{rank}.pt")
+            torch.save(weights, folder / f"weights-{number}-{rank}.pt")
         engine.executor.shutdown()
-        for held in engine.trainer.model.exchange.parameters:
+        for parameter in engine.trainer.model.exchange.parameters:
             # hooks refer to the groups in a cycle that is never collected
-            held.parameter._post_accumulate_grad_hooks.clear()
-        del engine, found, held
+            parameter.parameter._post_accumulate_grad_hooks.clear()
+        del engine, weights, parameter
         gc.collect()  # now, not during the next plan
         dist.destroy_process_group()
         (folder / f"rank-{rank}.json").write_text(json.dumps(out))

@@ -31,7 +31,7 @@ def main() -> None:
             pending.wait()
         for whole in (whole for unit in units for whole in unit):
             assert [float(part.mean()) for part in whole.chunk(world)] == [
-                number + one for one in range(world)
+                number + source_rank for source_rank in range(world)
             ]
     print(f"{ROUNDS} rounds are right")
     dist.destroy_process_group()

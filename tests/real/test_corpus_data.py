@@ -31,33 +31,33 @@ def packed(data_dir: Path, prefix: Path) -> TokenFiles:
     )
 
 
-def test_known_numbers(packed: TokenFiles, prefix: Path) -> None:
+def test_real_token_files_have_the_known_counts(packed: TokenFiles, prefix: Path) -> None:
     assert (packed.documents, packed.tokens, packed.skipped) == (1000, TOKENS, 0)
     assert packed.fingerprint == FINGERPRINT
     corpus = open_corpus(prefix)
     check_ids(corpus, 32000)
-    found = inspect_corpus(corpus)
-    assert found.dtype == "uint16"
-    assert found.splits == {
+    inspection = inspect_corpus(corpus)
+    assert inspection.dtype == "uint16"
+    assert inspection.splits == {
         "train": CorpusSplit(998, 1_189_500),
         "valid": CorpusSplit(1, 1802),
         "test": CorpusSplit(1, 660),
     }
-    assert (found.rows, found.fingerprint) == (580, FINGERPRINT)
-    begins = np.concatenate([[0], corpus.ends[:-1]])
-    assert set(corpus.ids[begins].tolist()) == {1}
+    assert (inspection.rows, inspection.fingerprint) == (580, FINGERPRINT)
+    starts = np.concatenate([[0], corpus.ends[:-1]])
+    assert set(corpus.ids[starts].tolist()) == {1}
     assert set(corpus.ids[corpus.ends - 1].tolist()) == {2}
     assert np.count_nonzero(corpus.ids == 2) == 1000
 
 
-def test_an_epoch_of_rows(packed: TokenFiles, prefix: Path) -> None:
+def test_an_epoch_of_real_rows_ignores_document_ends_only(packed: TokenFiles, prefix: Path) -> None:
     rows = CorpusRows(open_corpus(prefix), 2048, 4, 1, 8)
-    epoch = [rows.row(k) for k in range(580)]
+    epoch = [rows.row(number) for number in range(580)]
     ignored = sum(int((row.targets == IGNORED).sum()) for row in epoch)
     ends = sum(int((row.tokens == 2).sum()) for row in epoch)
     assert ignored == ends  # only the end of a document has no target
     assert 990 < ends <= 998
     assert all(sum(row.lens) == row.real == 2048 for row in epoch)
     assert rows.held_out() == [("valid", 0)]
-    held = rows.row(("valid", 0))
-    assert (held.real, held.lens) == (1802, (1802, 246))
+    held_out = rows.row(("valid", 0))
+    assert (held_out.real, held_out.lens) == (1802, (1802, 246))

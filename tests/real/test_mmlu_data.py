@@ -37,7 +37,7 @@ def real_prompts(real: list[Subject], llama: Tokenizer) -> Prompts:
     )
 
 
-def test_real_set_is_complete(real: list[Subject]) -> None:
+def test_the_real_set_has_the_known_counts(real: list[Subject]) -> None:
     assert len(real) == 57
     assert sum(len(subject.test) for subject in real) == 14_042
     assert {len(subject.dev) for subject in real} == {5}
@@ -45,7 +45,7 @@ def test_real_set_is_complete(real: list[Subject]) -> None:
     assert answers == {"A": 3222, "B": 3462, "C": 3582, "D": 3776}
 
 
-def test_real_set_reads_the_same_from_every_layout(
+def test_every_layout_of_the_real_set_gives_the_same_subjects(
     real: list[Subject], data_dir: Path, tmp_path: Path
 ) -> None:
     packed = data_dir / "mmlu" / "mmlu_data.tar.gz"
@@ -111,7 +111,7 @@ Answer:"""
 def test_real_prompt_byte_for_byte(
     real: list[Subject], llama: Tokenizer, real_prompts: Prompts
 ) -> None:
-    subject = next(one for one in real if one.name == "world_religions")
+    subject = next(candidate for candidate in real if candidate.name == "world_religions")
     assert questions.format_prompt(subject, subject.test[70], 5).encode() == REAL_PROMPT.encode()
     first = real_prompts.subject_of.index(real.index(subject))
     assert real_prompts.rows[first + 70] == llama.encode([REAL_PROMPT])[0]
@@ -128,19 +128,26 @@ def test_real_set_has_the_published_tokens(real_prompts: Prompts) -> None:
     assert real_prompts.index == list(range(14_042))
 
 
-def test_real_set_has_few_tokens_when_shots_are_shared(real_prompts: Prompts) -> None:
-    shared = prompt_batches.measure_prefixes(real_prompts.rows, real_prompts.groups)
-    own = sum(
-        len(row) - shared[group]
+def test_shared_shots_save_most_tokens_of_the_real_set(real_prompts: Prompts) -> None:
+    shared_lengths = prompt_batches.measure_prefixes(real_prompts.rows, real_prompts.groups)
+    own_tokens = sum(
+        len(row) - shared_lengths[group]
         for row, group in zip(real_prompts.rows, real_prompts.groups, strict=True)
     )
-    assert sum(shared) + own == 1_709_858
+    assert sum(shared_lengths) + own_tokens == 1_709_858
     bins = prompt_batches.plan_open_bins(real_prompts.rows, real_prompts.groups, 32768, 0)[0]
-    assert sum(piece.length for one in bins for piece in one) == 1_709_858
-    assert sorted(p.item for one in bins for p in one if p.item is not None) == list(range(14_042))
+    assert sum(piece.length for pieces in bins for piece in pieces) == 1_709_858
+    assert sorted(
+        prompt_piece.item
+        for pieces in bins
+        for prompt_piece in pieces
+        if prompt_piece.item is not None
+    ) == list(range(14_042))
 
 
-def test_real_fingerprint_is_the_cases(real: list[Subject], llama: Tokenizer) -> None:
+def test_the_real_fingerprint_equals_that_of_the_case(
+    real: list[Subject], llama: Tokenizer
+) -> None:
     assert (
         questions.fingerprint_questions(real, llama)
         == resolve.resolve_case("llama2-7b-mmlu").case.question.data.fingerprint

@@ -19,7 +19,7 @@ from steelyard.record.index import RecordSummary
 VERSION = "v1"
 
 
-class Counting:
+class CountingSummarizer:
     """A summarizer of records that makes an entry from a file's text and stores the names of the
     files it read.
     """
@@ -40,100 +40,104 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def look(
+def read_index(
     folder: Path, version: str = VERSION, file: Path | None = None
 ) -> tuple[dict[str, str], list[str], list[str]]:
     """Read the entries of a folder's records through an index; return ids by file name, the names
     of the files that were read, and the messages.
     """
-    summarize = Counting()
-    found, notes = index.summarize_records(
-        sorted(folder.glob("?.json")), file or cache(folder), version, summarize
+    summarize = CountingSummarizer()
+    entries_by_path, messages = index.summarize_records(
+        sorted(folder.glob("?.json")), file or index_file(folder), version, summarize
     )
-    return {path.name: entry.id for path, entry in found.items()}, summarize.read, notes
+    return (
+        {path.name: entry.id for path, entry in entries_by_path.items()},
+        summarize.read,
+        messages,
+    )
 
 
-def cache(folder: Path) -> Path:
+def index_file(folder: Path) -> Path:
     """Return the path of the index for a folder, in a cache folder beside it."""
-    place = folder.parent / f"{folder.name}-cache"
-    place.mkdir(exist_ok=True)
-    return place / index.INDEX_NAME
+    cache_folder = folder.parent / f"{folder.name}-cache"
+    cache_folder.mkdir(exist_ok=True)
+    return cache_folder / index.INDEX_NAME
 
 
-def change(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+def edit_json(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     """Edit a JSON file in place."""
-    table = json.loads(file.read_bytes())
-    edit(table)
-    file.write_text(json.dumps(table, separators=(",", ":")))
+    document = json.loads(file.read_bytes())
+    edit(document)
+    file.write_text(json.dumps(document, separators=(",", ":")))
 
 
-BOTH = {"a.json": "record a", "b.json": "record b"}
+BOTH_IDS = {"a.json": "record a", "b.json": "record b"}
 
 
 def test_a_record_is_read_once(folder: Path) -> None:
-    assert look(folder) == (BOTH, ["a.json", "b.json"], [])
-    assert look(folder) == (BOTH, [], [])
+    assert read_index(folder) == (BOTH_IDS, ["a.json", "b.json"], [])
+    assert read_index(folder) == (BOTH_IDS, [], [])
 
 
-def test_only_what_changed_is_read_again(folder: Path) -> None:
-    look(folder)
+def test_only_changed_records_are_read_again(folder: Path) -> None:
+    read_index(folder)
     (folder / "b.json").write_text("another")
     (folder / "c.json").write_text("third")
-    assert look(folder) == (
+    assert read_index(folder) == (
         {"a.json": "record a", "b.json": "another", "c.json": "third"},
         ["b.json", "c.json"],
         [],
     )
 
 
-def test_the_same_size_and_time_do_not_hide_another_content(folder: Path) -> None:
-    look(folder)
+def test_changed_content_of_equal_size_and_time_is_noticed(folder: Path) -> None:
+    read_index(folder)
     before = (folder / "a.json").stat()
     (folder / "a.json").write_text("forged a")
     os.utime(folder / "a.json", ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert look(folder)[:2] == ({"a.json": "forged a", "b.json": "record b"}, ["a.json"])
+    assert read_index(folder)[:2] == ({"a.json": "forged a", "b.json": "record b"}, ["a.json"])
 
 
-def test_the_same_content_with_other_times_is_not_read_again(folder: Path) -> None:
-    look(folder)
+def test_equal_content_with_other_times_is_not_read_again(folder: Path) -> None:
+    read_index(folder)
     os.utime(folder / "a.json", ns=(1, 1))
-    assert look(folder) == (BOTH, [], [])
+    assert read_index(folder) == (BOTH_IDS, [], [])
 
 
-def test_what_is_gone_is_forgotten(folder: Path) -> None:
-    look(folder)
+def test_removed_records_leave_the_index(folder: Path) -> None:
+    read_index(folder)
     (folder / "b.json").unlink()
-    look(folder)
-    assert list(json.loads(cache(folder).read_bytes())["rows"]) == [str(folder / "a.json")]
+    read_index(folder)
+    assert list(json.loads(index_file(folder).read_bytes())["rows"]) == [str(folder / "a.json")]
 
 
-def test_files_of_other_folders_are_not_looked_for(
+def test_files_of_other_folders_are_not_checked(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """They may be on a network file system that does not answer."""
     other = tmp_path_factory.mktemp("other")
     (other / "c.json").write_text("record c")
-    look(other, file=cache(folder))
+    read_index(other, file=index_file(folder))
     (other / "c.json").unlink()
-    look(folder)
-    assert str(other / "c.json") in json.loads(cache(folder).read_bytes())["rows"]
+    read_index(folder)
+    assert str(other / "c.json") in json.loads(index_file(folder).read_bytes())["rows"]
 
 
-def test_records_of_other_folders_are_kept(
+def test_records_of_other_folders_stay_in_the_index(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = tmp_path_factory.mktemp("other")
     (other / "c.json").write_text("record c")
-    look(folder)
-    assert look(other, file=cache(folder))[1] == ["c.json"]
-    assert look(folder)[1] == look(other, file=cache(folder))[1] == []
+    read_index(folder)
+    assert read_index(other, file=index_file(folder))[1] == ["c.json"]
+    assert read_index(folder)[1] == read_index(other, file=index_file(folder))[1] == []
 
 
-def test_a_deleted_index_is_made_again(folder: Path) -> None:
-    look(folder)
-    cache(folder).unlink()
-    assert look(folder) == (BOTH, ["a.json", "b.json"], [])
-    assert look(folder)[1] == []
+def test_deleted_index_is_rebuilt(folder: Path) -> None:
+    read_index(folder)
+    index_file(folder).unlink()
+    assert read_index(folder) == (BOTH_IDS, ["a.json", "b.json"], [])
+    assert read_index(folder)[1] == []
 
 
 def corrupt(file: Path) -> None:
@@ -190,17 +194,17 @@ def huge(file: Path) -> None:
 
 def later_schema(file: Path) -> None:
     """Give the index an unknown version."""
-    change(file, lambda table: table.update(steelyard_index=99))
+    edit_json(file, lambda table: table.update(steelyard_index=99))
 
 
 def more_keys(file: Path) -> None:
     """Add an unknown key to the index."""
-    change(file, lambda table: table.update(more=1))
+    edit_json(file, lambda table: table.update(more=1))
 
 
 def wrong_types(file: Path) -> None:
     """Replace values of the index's first row by nulls."""
-    change(file, lambda table: next(iter(table["rows"].values())).update(size=None, entry=None))
+    edit_json(file, lambda table: next(iter(table["rows"].values())).update(size=None, entry=None))
 
 
 def writable(file: Path) -> None:
@@ -208,7 +212,7 @@ def writable(file: Path) -> None:
     file.chmod(0o666)
 
 
-WRONG = (
+DAMAGES = (
     corrupt,
     truncated,
     empty,
@@ -225,166 +229,174 @@ WRONG = (
 )
 
 
-@pytest.mark.parametrize("damage", WRONG, ids=lambda one: one.__name__)
-def test_whatever_is_wrong_with_it_it_is_made_anew(damage, folder: Path) -> None:
-    look(folder)
-    damage(cache(folder))
-    found, read, notes = look(folder)
-    assert (found, read) == (BOTH, ["a.json", "b.json"])
-    assert len(notes) == 1
-    assert notes[0].startswith(f"index {str(cache(folder))!r} is not used (")
-    assert notes[0].endswith(") and is made anew")
-    assert look(folder) == (BOTH, [], [])
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda one: one.__name__)
+def test_damaged_index_is_rebuilt(damage, folder: Path) -> None:
+    read_index(folder)
+    damage(index_file(folder))
+    ids, names_read, messages = read_index(folder)
+    assert (ids, names_read) == (BOTH_IDS, ["a.json", "b.json"])
+    assert len(messages) == 1
+    assert messages[0].startswith(f"index {str(index_file(folder))!r} is not used (")
+    assert messages[0].endswith(") and is made anew")
+    assert read_index(folder) == (BOTH_IDS, [], [])
 
 
-def test_a_link_is_replaced_and_what_it_led_to_is_untouched(folder: Path) -> None:
-    look(folder)
-    linked(cache(folder))
-    before = cache(folder).with_name("elsewhere").read_bytes()
-    look(folder)
-    assert not (cache(folder)).is_symlink()
-    assert cache(folder).with_name("elsewhere").read_bytes() == before
+def test_linked_index_is_replaced_and_its_target_untouched(folder: Path) -> None:
+    read_index(folder)
+    linked(index_file(folder))
+    before = index_file(folder).with_name("elsewhere").read_bytes()
+    read_index(folder)
+    assert not (index_file(folder)).is_symlink()
+    assert index_file(folder).with_name("elsewhere").read_bytes() == before
 
 
-def test_an_index_of_another_user_is_not_believed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    look(folder)
+def test_index_of_another_user_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_index(folder)
     monkeypatch.setattr(index.os, "geteuid", lambda: 12345)
-    found, read, notes = look(folder)
-    assert (found, read) == (BOTH, ["a.json", "b.json"])
-    assert "another user owns it, or can write it" in notes[0]
+    ids, names_read, messages = read_index(folder)
+    assert (ids, names_read) == (BOTH_IDS, ["a.json", "b.json"])
+    assert "another user owns it, or can write it" in messages[0]
 
 
-def test_only_its_user_can_write_it_whatever_the_umask(folder: Path) -> None:
+def test_index_is_private_whatever_the_umask(folder: Path) -> None:
     before = os.umask(0)
     try:
-        look(folder)
+        read_index(folder)
     finally:
         os.umask(before)
-    assert cache(folder).stat().st_mode & 0o777 == 0o600
-    assert look(folder)[1:] == ([], [])
+    assert index_file(folder).stat().st_mode & 0o777 == 0o600
+    assert read_index(folder)[1:] == ([], [])
 
 
 @pytest.mark.parametrize("key", ["sha256", "size", "mtime_ns", "ctime_ns"])
-def test_a_row_of_another_file_is_not_believed(key: str, folder: Path) -> None:
+def test_index_row_of_another_file_is_not_used(key: str, folder: Path) -> None:
     """The file differs in at least one value from the one that the row was made of."""
-    look(folder)
-    lie = {
+    read_index(folder)
+    false_row = {
         "sha256": "0" * 64,
         "entry": {"id": "a lie"},
         key: "0" * 64 if key == "sha256" else 1,
         "mtime_ns": 1,
     }
-    change(cache(folder), lambda table: table["rows"][str(folder / "a.json")].update(lie))
-    assert look(folder) == (BOTH, ["a.json"], [])
+    edit_json(
+        index_file(folder), lambda table: table["rows"][str(folder / "a.json")].update(false_row)
+    )
+    assert read_index(folder) == (BOTH_IDS, ["a.json"], [])
 
 
-def test_an_index_that_came_with_somebodys_records_says_nothing(folder: Path) -> None:
-    look(folder, file=folder / index.INDEX_NAME)
-    change(
+def test_index_beside_the_records_is_not_used(folder: Path) -> None:
+    read_index(folder, file=folder / index.INDEX_NAME)
+    edit_json(
         folder / index.INDEX_NAME,
         lambda table: table["rows"][str(folder / "a.json")].update(entry={"id": "a lie"}),
     )
-    assert look(folder) == (BOTH, ["a.json", "b.json"], [])
+    assert read_index(folder) == (BOTH_IDS, ["a.json", "b.json"], [])
 
 
-def test_another_version_of_the_package_reads_again(folder: Path) -> None:
-    look(folder)
-    assert look(folder, "v2")[1] == ["a.json", "b.json"]
+def test_another_package_version_reads_again(folder: Path) -> None:
+    read_index(folder)
+    assert read_index(folder, "v2")[1] == ["a.json", "b.json"]
 
 
-def test_a_folder_that_cannot_be_written_works_without(folder: Path) -> None:
+def test_unwritable_index_folder_works_without_an_index(folder: Path) -> None:
     """Nobody can create a file in /proc, not even root."""
     file = Path("/proc") / index.INDEX_NAME
-    found, read, notes = look(folder, file=file)
-    assert (found, read) == (BOTH, ["a.json", "b.json"])
-    assert notes == [
+    ids, names_read, messages = read_index(folder, file=file)
+    assert (ids, names_read) == (BOTH_IDS, ["a.json", "b.json"])
+    assert messages == [
         f"no index is kept: {str(file)!r} cannot be written: No such file or directory"
     ]
 
 
-def test_an_index_that_cannot_be_written_is_said_and_harms_nothing(
+def test_unwritable_index_is_reported_and_harmless(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(source: object, target: object) -> None:
+    def raise_full_disk(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(index.os, "replace", full)
-    found, _, notes = look(folder)
-    assert found == BOTH
-    assert notes == [
-        f"no index is kept: {str(cache(folder))!r} cannot be written: No space left on device"
+    monkeypatch.setattr(index.os, "replace", raise_full_disk)
+    ids, _, messages = read_index(folder)
+    assert ids == BOTH_IDS
+    assert messages == [
+        f"no index is kept: {str(index_file(folder))!r} cannot be written: No space left on device"
     ]
-    assert list(cache(folder).parent.iterdir()) == []
+    assert list(index_file(folder).parent.iterdir()) == []
 
 
-def test_without_a_file_there_is_no_index(folder: Path) -> None:
-    summarize = Counting()
-    found, notes = index.summarize_records([folder / "a.json"], None, VERSION, summarize)
-    assert (found[folder / "a.json"].id, summarize.read, notes) == ("record a", ["a.json"], [])
+def test_no_index_is_written_without_a_file(folder: Path) -> None:
+    summarize = CountingSummarizer()
+    entries_by_path, messages = index.summarize_records(
+        [folder / "a.json"], None, VERSION, summarize
+    )
+    assert (entries_by_path[folder / "a.json"].id, summarize.read, messages) == (
+        "record a",
+        ["a.json"],
+        [],
+    )
 
 
 @pytest.mark.parametrize(
     "name", ['".json', "%.json", "\n.json", "é.json", os.fsdecode(b"\xff.json")]
 )
-def test_any_name_of_a_file_will_do(name: str, folder: Path) -> None:
-    odd = folder / name
-    odd.write_text("odd")
-    assert look(folder)[0] == BOTH | {odd.name: "odd"}
-    assert look(folder)[1:] == ([], [])
+def test_unusual_file_names_are_indexed(name: str, folder: Path) -> None:
+    unusual = folder / name
+    unusual.write_text("odd")
+    assert read_index(folder)[0] == BOTH_IDS | {unusual.name: "odd"}
+    assert read_index(folder)[1:] == ([], [])
 
 
-def test_more_than_fits_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    look(folder)
-    monkeypatch.setattr(index, "MAX_BYTES", cache(folder).stat().st_size)
+def test_rows_beyond_the_size_limit_are_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_index(folder)
+    monkeypatch.setattr(index, "MAX_BYTES", index_file(folder).stat().st_size)
     other = folder / "other"
     other.mkdir()
     (other / "c.json").write_text("record c")
-    assert look(other, file=cache(folder)) == ({"c.json": "record c"}, ["c.json"], [])
-    assert list(json.loads(cache(folder).read_bytes())["rows"]) == [str(other / "c.json")]
+    assert read_index(other, file=index_file(folder)) == ({"c.json": "record c"}, ["c.json"], [])
+    assert list(json.loads(index_file(folder).read_bytes())["rows"]) == [str(other / "c.json")]
     monkeypatch.setattr(index, "MAX_BYTES", 10)
-    found, _, notes = look(folder)
-    assert found == BOTH
-    assert notes[-1] == golden("no-index-is-kept-2-records")
+    ids, _, messages = read_index(folder)
+    assert ids == BOTH_IDS
+    assert messages[-1] == golden("no-index-is-kept-2-records")
 
 
-def test_writers_at_the_same_time_leave_one_whole_index(folder: Path) -> None:
-    said: list[str] = []
-    threads = [Thread(target=lambda: said.extend(look(folder)[2])) for _ in range(8)]
+def test_concurrent_writers_leave_one_whole_index(folder: Path) -> None:
+    messages: list[str] = []
+    threads = [Thread(target=lambda: messages.extend(read_index(folder)[2])) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert said == []
-    assert look(folder) == (BOTH, [], [])
-    assert [path.name for path in cache(folder).parent.iterdir()] == [index.INDEX_NAME]
+    assert messages == []
+    assert read_index(folder) == (BOTH_IDS, [], [])
+    assert [path.name for path in index_file(folder).parent.iterdir()] == [index.INDEX_NAME]
 
 
-def test_a_file_of_somebody_else_is_never_overwritten(
+def test_foreign_file_is_never_overwritten(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = tmp_path / "theirs.json"
-    foreign(theirs)
-    before = theirs.read_bytes()
+    foreign_file = tmp_path / "theirs.json"
+    foreign(foreign_file)
+    before = foreign_file.read_bytes()
     with pytest.raises(RequestError) as caught:
-        index.check_index_path(theirs)
+        index.check_index_path(foreign_file)
     assert (
         str(caught.value)
-        == f"--index {str(theirs)!r} exists and is not a steelyard index; name another file"
+        == f"--index {str(foreign_file)!r} exists and is not a steelyard index; name another file"
     )
-    assert theirs.read_bytes() == before
+    assert foreign_file.read_bytes() == before
     with pytest.raises(RequestError, match="no folder"):
         index.check_index_path(tmp_path / "none" / "index")
     assert index.check_index_path(tmp_path / "new") == tmp_path / "new"
-    look(folder)
+    read_index(folder)
     monkeypatch.setattr(index.os, "geteuid", lambda: 12345)
     with pytest.raises(RequestError, match="is not a steelyard index; name another file"):
-        index.check_index_path(cache(folder))
+        index.check_index_path(index_file(folder))
 
 
-def test_a_named_index_holds_for_several_folders(folder: Path, tmp_path: Path) -> None:
+def test_named_index_is_reused(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "all.index"
-    assert look(folder, file=file)[1] == ["a.json", "b.json"]
+    assert read_index(folder, file=file)[1] == ["a.json", "b.json"]
     assert index.check_index_path(file) == file
-    assert look(folder, file=file)[1] == []
+    assert read_index(folder, file=file)[1] == []

@@ -11,7 +11,7 @@ import pytest
 
 from fixtures.commands import Shell
 from fixtures.golden import golden
-from fixtures.records import changed, published
+from fixtures.records import copy_published_record, rewrite_record
 from steelyard.cli import execute_runs
 from steelyard.errors import LostError, RequestError
 from steelyard.metrics import verify
@@ -28,7 +28,7 @@ def shell(tmp_path: Path) -> Shell:
     return Shell(tmp_path)
 
 
-def key(folder: Path, name: str, passphrase: str = "") -> Path:
+def make_key(folder: Path, name: str, passphrase: str = "") -> Path:
     """Make an ed25519 key pair and return the path of its private key."""
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-C", name, "-f", folder / name],
@@ -37,19 +37,19 @@ def key(folder: Path, name: str, passphrase: str = "") -> Path:
     return folder / name
 
 
-def fingerprint(path: Path) -> str:
+def read_fingerprint(path: Path) -> str:
     """Return the SHA256 fingerprint of a key."""
-    done = subprocess.run(
+    result = subprocess.run(
         ["ssh-keygen", "-l", "-f", f"{path}.pub"], capture_output=True, text=True, check=True
     )
-    return done.stdout.split()[1]
+    return result.stdout.split()[1]
 
 
-def signers(folder: Path, **names: Path) -> Path:
+def write_signers(folder: Path, **names: Path) -> Path:
     """Write a file of allowed signers, with the public key of each name, and return its path."""
     path = folder / "signers"
     path.write_text(
-        "".join(f"{name} {Path(f'{one}.pub').read_text()}" for name, one in names.items())
+        "".join(f"{name} {Path(f'{key_path}.pub').read_text()}" for name, key_path in names.items())
     )
     return path
 
@@ -57,112 +57,115 @@ def signers(folder: Path, **names: Path) -> Path:
 @pytest.fixture
 def record(tmp_path: Path) -> Path:
     """Return a copy of a published record."""
-    return published("mmlu-smoke-closed", tmp_path / "records")
+    return copy_published_record("mmlu-smoke-closed", tmp_path / "records")
 
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
     """Return a private key without a passphrase."""
-    return key(tmp_path, "ours")
+    return make_key(tmp_path, "ours")
 
 
 def test_a_signed_record_names_its_signer(
     record: Path, ours: Path, tmp_path: Path, shell: Shell
 ) -> None:
-    done = shell.ask("sign", record, "--key", ours)
-    assert (done.code, done.out, done.err) == (0, f"signed  {record}.sig\n", "")
+    result = shell.run_in_process("sign", record, "--key", ours)
+    assert (result.code, result.out, result.err) == (0, f"signed  {record}.sig\n", "")
     assert Path(f"{record}.sig").read_text().startswith("-----BEGIN SSH SIGNATURE-----\n")
-    mark = fingerprint(ours)
-    unknown = signature.Signature("unknown", None, "ED25519", mark)
+    key_fingerprint = read_fingerprint(ours)
+    unknown = signature.Signature("unknown", None, "ED25519", key_fingerprint)
     assert signature.check_signature(record) == unknown
-    assert str(unknown) == f"signed by an unknown key (ED25519 {mark})"
-    done = shell.ask("verify", record)
-    assert (done.code, done.out.splitlines()[-1]) == (
+    assert str(unknown) == f"signed by an unknown key (ED25519 {key_fingerprint})"
+    result = shell.run_in_process("verify", record)
+    assert (result.code, result.out.splitlines()[-1]) == (
         0,
-        f"  signed by an unknown key (ED25519 {mark})",
+        f"  signed by an unknown key (ED25519 {key_fingerprint})",
     )
-    known = signers(tmp_path, **{"lab@example.org": ours})
-    assert signature.check_signature(record, known) == signature.Signature(
-        "known", "lab@example.org", "ED25519", mark
+    signers_file = write_signers(tmp_path, **{"lab@example.org": ours})
+    assert signature.check_signature(record, signers_file) == signature.Signature(
+        "known", "lab@example.org", "ED25519", key_fingerprint
     )
-    done = shell.ask("verify", record, "--signers", known)
-    assert (done.code, done.out.splitlines()[-1]) == (
+    result = shell.run_in_process("verify", record, "--signers", signers_file)
+    assert (result.code, result.out.splitlines()[-1]) == (
         0,
-        f"  signed by lab@example.org (ED25519 {mark})",
+        f"  signed by lab@example.org (ED25519 {key_fingerprint})",
     )
 
 
 def test_json_has_the_signature(record: Path, ours: Path, tmp_path: Path, shell: Shell) -> None:
-    out = shell.ask("sign", record, "--key", ours, "--json").json()
+    out = shell.run_in_process("sign", record, "--key", ours, "--json").json()
     assert out == {"signed": [{"record": str(record), "signature": f"{record}.sig"}]}
-    known = signers(tmp_path, lab=ours)
-    (one,) = shell.ask("verify", record, "--signers", known, "--json").json()["records"]
-    assert one["ok"] is True
-    told = {
+    signers_file = write_signers(tmp_path, lab=ours)
+    (entry,) = shell.run_in_process("verify", record, "--signers", signers_file, "--json").json()[
+        "records"
+    ]
+    assert entry["ok"] is True
+    expected = {
         "state": "known",
         "name": "lab",
         "key_type": "ED25519",
-        "fingerprint": fingerprint(ours),
+        "fingerprint": read_fingerprint(ours),
         "detail": None,
     }
-    assert one["signature"] == told
+    assert entry["signature"] == expected
 
 
-def test_not_signed_is_wrong_where_signers_are_named(
+def test_unsigned_record_fails_where_signers_are_given(
     record: Path, ours: Path, tmp_path: Path, shell: Shell
 ) -> None:
-    done = shell.ask("verify", record)
-    assert (done.code, done.out.splitlines()[-1]) == (0, "  not signed")
-    done = shell.ask("verify", record, "--signers", signers(tmp_path, lab=ours))
-    assert (done.code, done.out) == (1, f"WRONG  {record}\n  not signed\n")
+    result = shell.run_in_process("verify", record)
+    assert (result.code, result.out.splitlines()[-1]) == (0, "  not signed")
+    result = shell.run_in_process("verify", record, "--signers", write_signers(tmp_path, lab=ours))
+    assert (result.code, result.out) == (1, f"WRONG  {record}\n  not signed\n")
 
 
-def test_damaged_resealed_and_signed_by_another_are_told_apart(
+def test_damaged_resealed_and_foreign_signed_records_are_distinguished(
     record: Path, ours: Path, tmp_path: Path, shell: Shell
 ) -> None:
     signature.sign_record(record, ours)
-    known, whole = signers(tmp_path, lab=ours), record.read_bytes()
+    signers_file, original = write_signers(tmp_path, lab=ours), record.read_bytes()
 
-    record.write_bytes(whole.replace(b'"created":"2', b'"created":"3', 1))
-    done = shell.ask("verify", record, "--signers", known)
-    assert done.code == 1
-    assert "  the hash of record does not match\n" in done.out
-    assert golden("the-signature-does-not-fit-the") in done.out
+    record.write_bytes(original.replace(b'"created":"2', b'"created":"3', 1))
+    result = shell.run_in_process("verify", record, "--signers", signers_file)
+    assert result.code == 1
+    assert "  the hash of record does not match\n" in result.out
+    assert golden("the-signature-does-not-fit-the") in result.out
 
-    record.write_bytes(whole)
+    record.write_bytes(original)
 
-    def faster(table: dict) -> None:
+    def change_date(table: dict) -> None:
         table["created"] = "2031-01-01T00:00:00.000+00:00"
 
-    changed(record, faster)
+    rewrite_record(record, change_date)
     assert verify.verify_record(record) == []  # resealed: hashes are right
-    done = shell.ask("verify", record)
-    said = "the signature does not fit the record: incorrect signature"
-    assert (done.code, said in done.out) == (1, True)
-    assert signature.check_signature(record, known).state == "bad"
+    result = shell.run_in_process("verify", record)
+    expected = "the signature does not fit the record: incorrect signature"
+    assert (result.code, expected in result.out) == (1, True)
+    assert signature.check_signature(record, signers_file).state == "bad"
 
     signature.locate_signature(record).unlink()
-    theirs = key(tmp_path, "theirs")
-    signature.sign_record(record, theirs)
-    found = signature.check_signature(record, known)
-    assert (found.state, found.fingerprint) == ("unknown", fingerprint(theirs))
-    assert shell.ask("verify", record).code == 0
-    done = shell.ask("verify", record, "--signers", known)
+    foreign_key = make_key(tmp_path, "theirs")
+    signature.sign_record(record, foreign_key)
+    checked = signature.check_signature(record, signers_file)
+    assert (checked.state, checked.fingerprint) == ("unknown", read_fingerprint(foreign_key))
+    assert shell.run_in_process("verify", record).code == 0
+    result = shell.run_in_process("verify", record, "--signers", signers_file)
     assert (
-        done.code,
-        f"signed by an unknown key (ED25519 {fingerprint(theirs)}): not in signers" in done.out,
+        result.code,
+        f"signed by an unknown key (ED25519 {read_fingerprint(foreign_key)}): not in signers"
+        in result.out,
     ) == (1, True)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("content", [b"", b"no signature\n", b"x" * ((64 << 10) + 1)])
-def test_a_file_that_is_no_signature(content: bytes, record: Path) -> None:
+def test_malformed_signature_is_bad(content: bytes, record: Path) -> None:
     signature.locate_signature(record).write_bytes(content)
     assert signature.check_signature(record).state == "bad"
 
 
 @pytest.mark.process
-def test_a_signature_for_another_purpose_is_none(record: Path, ours: Path) -> None:
+def test_signature_for_another_namespace_is_bad(record: Path, ours: Path) -> None:
     with record.open("rb") as file, signature.locate_signature(record).open("wb") as out:
         subprocess.run(
             ["ssh-keygen", "-q", "-Y", "sign", "-n", "git", "-f", ours],
@@ -170,8 +173,8 @@ def test_a_signature_for_another_purpose_is_none(record: Path, ours: Path) -> No
             stdout=out,
             check=True,
         )
-    found = signature.check_signature(record)
-    assert (found.state, found.detail) == (
+    checked = signature.check_signature(record)
+    assert (checked.state, checked.detail) == (
         "bad",
         golden("couldn-verify-signature-namespace-does-not"),
     )
@@ -179,69 +182,73 @@ def test_a_signature_for_another_purpose_is_none(record: Path, ours: Path) -> No
 
 @pytest.mark.process
 @pytest.mark.parametrize("option", ['valid-before="20200101"', 'namespaces="git"'])
-def test_a_signer_for_another_time_or_purpose_is_unknown(
+def test_signer_of_another_time_or_namespace_is_unknown(
     option: str, record: Path, ours: Path, tmp_path: Path
 ) -> None:
     signature.sign_record(record, ours)
-    known = tmp_path / "signers"
-    known.write_text(f"lab {option} {Path(f'{ours}.pub').read_text()}")
-    found = signature.check_signature(record, known)
-    assert (found.state, found.name) == ("unknown", None)
+    signers_file = tmp_path / "signers"
+    signers_file.write_text(f"lab {option} {Path(f'{ours}.pub').read_text()}")
+    checked = signature.check_signature(record, signers_file)
+    assert (checked.state, checked.name) == ("unknown", None)
 
 
 @pytest.mark.parametrize("line", ["garbage", "lab ssh-ed25519 AAAAgarbage"])
-def test_a_file_of_signers_that_is_none(
+def test_malformed_signers_file_is_refused(
     line: str, record: Path, ours: Path, tmp_path: Path, shell: Shell
 ) -> None:
     signature.sign_record(record, ours)
     (tmp_path / "signers").write_text(f"{line}\n")
-    done = shell.ask("verify", record, "--signers", "signers")
-    assert (done.code, done.out, len(done.lines)) == (2, "", 1)
-    assert "signers:1: " in done.err
-    done = shell.ask("verify", record, "--signers", "nowhere")
-    assert (done.code, done.err) == (2, golden("error-signers-nowhere-cannot-be-read"))
+    result = shell.run_in_process("verify", record, "--signers", "signers")
+    assert (result.code, result.out, len(result.lines)) == (2, "", 1)
+    assert "signers:1: " in result.err
+    result = shell.run_in_process("verify", record, "--signers", "nowhere")
+    assert (result.code, result.err) == (2, golden("error-signers-nowhere-cannot-be-read"))
 
 
-def test_a_passphrase_is_never_waited_for(record: Path, tmp_path: Path, shell: Shell) -> None:
-    locked = key(tmp_path, "locked", "a secret")
-    done = shell.ask("sign", record, "--key", locked)
-    assert done.code == 2
-    assert done.err == (golden("error-key-has-passphrase-add-it", locked, locked))
+def test_key_with_a_passphrase_is_refused_without_waiting(
+    record: Path, tmp_path: Path, shell: Shell
+) -> None:
+    locked_key = make_key(tmp_path, "locked", "a secret")
+    result = shell.run_in_process("sign", record, "--key", locked_key)
+    assert result.code == 2
+    assert result.err == (golden("error-key-has-passphrase-add-it", locked_key, locked_key))
     assert not signature.locate_signature(record).exists()
 
 
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("ssh-agent") is None, reason="needs ssh-agent")
-def test_an_agent_signs_for_a_key_with_a_passphrase(
+def test_ssh_agent_signs_for_a_key_with_a_passphrase(
     record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ssh-agent gets the key before a passphrase is set, as if a user had typed it."""
-    locked = key(tmp_path, "locked")
+    locked_key = make_key(tmp_path, "locked")
     socket = tmp_path / "agent"
     agent = subprocess.Popen(["ssh-agent", "-D", "-a", socket], stdout=subprocess.DEVNULL)
     try:
         monkeypatch.setenv("SSH_AUTH_SOCK", str(socket))
-        add = ["ssh-add", "-q", str(locked)]
+        add_command = ["ssh-add", "-q", str(locked_key)]
         for _ in range(100):
             if (
                 subprocess.run(
-                    add, stdin=subprocess.DEVNULL, capture_output=True, check=False
+                    add_command, stdin=subprocess.DEVNULL, capture_output=True, check=False
                 ).returncode
                 == 0
             ):
                 break
         subprocess.run(
-            ["ssh-keygen", "-q", "-p", "-P", "", "-N", "a secret", "-f", locked], check=True
+            ["ssh-keygen", "-q", "-p", "-P", "", "-N", "a secret", "-f", locked_key], check=True
         )
-        signature.sign_record(record, locked)
-        assert signature.check_signature(record).fingerprint == fingerprint(locked)
+        signature.sign_record(record, locked_key)
+        assert signature.check_signature(record).fingerprint == read_fingerprint(locked_key)
     finally:
         agent.terminate()
         agent.wait()
 
 
 @pytest.mark.process
-def test_what_cannot_sign(record: Path, ours: Path, tmp_path: Path) -> None:
+def test_unusable_keys_and_second_signatures_are_refused(
+    record: Path, ours: Path, tmp_path: Path
+) -> None:
     with pytest.raises(RequestError, match="no such file; make one with"):
         signature.sign_record(record, tmp_path / "nowhere")
     (tmp_path / "text").write_text("no key")
@@ -255,44 +262,46 @@ def test_what_cannot_sign(record: Path, ours: Path, tmp_path: Path) -> None:
 def test_a_record_that_does_not_verify_is_not_signed(
     record: Path, ours: Path, shell: Shell
 ) -> None:
-    table = json.loads(record.read_bytes())
-    table["created"] = "2031-01-01T00:00:00.000+00:00"
-    record.write_text(json.dumps(table))
-    done = shell.ask("sign", record, "--key", ours)
-    assert (done.code, "does not verify" in done.err) == (2, True)
+    document = json.loads(record.read_bytes())
+    document["created"] = "2031-01-01T00:00:00.000+00:00"
+    record.write_text(json.dumps(document))
+    result = shell.run_in_process("sign", record, "--key", ours)
+    assert (result.code, "does not verify" in result.err) == (2, True)
     assert not signature.locate_signature(record).exists()
 
 
 @pytest.mark.process
-def test_without_ssh_keygen(
+def test_signatures_are_not_checked_without_ssh_keygen(
     record: Path, ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signature.sign_record(record, ours)
-    known = signers(tmp_path, lab=ours)
+    signers_file = write_signers(tmp_path, lab=ours)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = signature.check_signature(record)
-    assert str(found) == golden("the-signature-was-not-checked-ssh")
-    for asked in (
-        lambda: signature.check_signature(record, known),
+    checked = signature.check_signature(record)
+    assert str(checked) == golden("the-signature-was-not-checked-ssh")
+    for use_signature in (
+        lambda: signature.check_signature(record, signers_file),
         lambda: signature.try_signing_key(ours),
     ):
         with pytest.raises(
             RequestError,
             match="ssh-keygen is not installed; signatures are made and checked with it",
         ):
-            asked()
+            use_signature()
 
 
 def test_run_refuses_a_key_that_cannot_sign_before_it_starts(tmp_path: Path, shell: Shell) -> None:
-    locked = key(tmp_path, "locked", "a secret")
-    done = shell.ask(
-        "run", "llama2-7b-mmlu", "--size", "smoke", "--accelerator", "cpu", "--sign", locked
+    locked_key = make_key(tmp_path, "locked", "a secret")
+    result = shell.run_in_process(
+        "run", "llama2-7b-mmlu", "--size", "smoke", "--accelerator", "cpu", "--sign", locked_key
     )
-    assert (done.code, "has a passphrase" in done.err) == (2, True)
+    assert (result.code, "has a passphrase" in result.err) == (2, True)
     assert not shell.out.exists()
 
 
-def test_a_key_that_is_gone_after_the_run(record: Path, tmp_path: Path) -> None:
+def test_key_that_vanishes_during_the_run_leaves_the_record_unsigned(
+    record: Path, tmp_path: Path
+) -> None:
     with pytest.raises(
         LostError, match=r"record .* is written but not signed: key .* no such file"
     ):
@@ -301,7 +310,9 @@ def test_a_key_that_is_gone_after_the_run(record: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_run_signs_its_record(ours: Path, shell: Shell) -> None:
-    done = shell("run", "llama2-7b-mmlu", "--size", "smoke", "--accelerator", "cpu", "--sign", ours)
-    assert done.code == 0, done.err
+    result = shell(
+        "run", "llama2-7b-mmlu", "--size", "smoke", "--accelerator", "cpu", "--sign", ours
+    )
+    assert result.code == 0, result.err
     (path,) = shell.out.glob("*.json")
-    assert signature.check_signature(path).fingerprint == fingerprint(ours)
+    assert signature.check_signature(path).fingerprint == read_fingerprint(ours)

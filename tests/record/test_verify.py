@@ -20,15 +20,15 @@ from steelyard.record import record
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 
-def published(name: str) -> Path:
+def find_published(name: str) -> Path:
     """Return the smallest published record whose file name holds this text."""
     return min(RESULTS.rglob(f"*{name}*.json"), key=lambda path: path.stat().st_size)
 
 
-def copied(name: str, folder: Path) -> Path:
+def copy_published(name: str, folder: Path) -> Path:
     """Copy a published record into a folder and return the copy's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Path(shutil.copy(published(name), folder))
+    return Path(shutil.copy(find_published(name), folder))
 
 
 @pytest.fixture
@@ -37,29 +37,29 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     stderr.
     """
 
-    def one(*arguments: object) -> tuple[int, str, str]:
-        before = signal.getsignal(signal.SIGTERM)
+    def run_command(*arguments: object) -> tuple[int, str, str]:
+        handler_before = signal.getsignal(signal.SIGTERM)
         monkeypatch.setattr(sys, "argv", ["steelyard", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler_before)
         out, err = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, out, err
+        assert isinstance(exit_info.value.code, int)
+        return exit_info.value.code, out, err
 
-    return one
+    return run_command
 
 
-def other(path: Path, **case: Any) -> Path:
+def replace_case_fields(path: Path, **case: Any) -> Path:
     """Replace these fields of the record's `case` section, seal the record again and return its
     path.
     """
-    found = record.read_record(path)
+    run_record = record.read_record(path)
     path.write_bytes(
         record.to_canonical_bytes(
             record.record_to_json(
                 record.seal_record(
-                    found.model_copy(update={"case": found.case.model_copy(update=case)})
+                    run_record.model_copy(update={"case": run_record.case.model_copy(update=case)})
                 )
             )
         )
@@ -67,30 +67,44 @@ def other(path: Path, **case: Any) -> Path:
     return path
 
 
-def reseeded(path: Path) -> tuple[Path, str, str]:
+def change_seed(path: Path) -> tuple[Path, str, str]:
     """Change the seed of a record's question; return its path, its new key and that of the shipped
     case.
     """
-    found = record.read_record(path)
-    question = {**found.case.question, "seed": 7}
-    key = verify.compute_question_key(question, found.fingerprint)
-    return other(path, question=question, key=key), key, found.case.key
+    run_record = record.read_record(path)
+    question = {**run_record.case.question, "seed": 7}
+    key = verify.compute_question_key(question, run_record.fingerprint)
+    return replace_case_fields(path, question=question, key=key), key, run_record.case.key
 
 
-def test_another_key_than_the_shipped_cases_is_a_remark(tmp_path: Path, run: Any) -> None:
-    path, key, shipped = reseeded(copied("mmlu-smoke-closed", tmp_path))
-    said = f"the key is {key}; that of the shipped case llama2-7b-mmlu with these data is {shipped}"
+def test_key_that_differs_from_the_shipped_case_is_remarked(tmp_path: Path, run: Any) -> None:
+    path, key, shipped = change_seed(copy_published("mmlu-smoke-closed", tmp_path))
+    remark = (
+        f"the key is {key}; that of the shipped case llama2-7b-mmlu with these data is {shipped}"
+    )
     assert key != shipped
-    assert (verify.verify_record(path), verify.list_remarks(path)) == ([], [said])
-    assert run("verify", path) == (0, f"ok  {path}\n  {said}\n  not signed\n", "")
+    assert (verify.verify_record(path), verify.list_remarks(path)) == ([], [remark])
+    assert run("verify", path) == (0, f"ok  {path}\n  {remark}\n  not signed\n", "")
     code, out, _ = run("verify", path, "--json")
-    told = {"state": "none", "name": None, "key_type": None, "fingerprint": None, "detail": None}
-    wanted = {"path": str(path), "ok": True, "wrong": [], "remarks": [said], "signature": told}
-    assert (code, json.loads(out)) == (0, {"records": [wanted]})
+    signature = {
+        "state": "none",
+        "name": None,
+        "key_type": None,
+        "fingerprint": None,
+        "detail": None,
+    }
+    expected = {
+        "path": str(path),
+        "ok": True,
+        "wrong": [],
+        "remarks": [remark],
+        "signature": signature,
+    }
+    assert (code, json.loads(out)) == (0, {"records": [expected]})
 
 
 def test_a_shipped_case_gets_no_remark(tmp_path: Path) -> None:
-    path = copied("mmlu-smoke-closed", tmp_path)
+    path = copy_published("mmlu-smoke-closed", tmp_path)
     assert (verify.verify_record(path), verify.list_remarks(path)) == ([], [])
 
 
@@ -107,37 +121,39 @@ def test_a_shipped_case_gets_no_remark(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_no_shipped_case_asks_is_a_remark(
+def test_question_that_no_shipped_case_asks_is_remarked(
     case: dict[str, str], said: str, tmp_path: Path
 ) -> None:
-    assert verify.list_remarks(other(copied("mmlu-smoke-closed", tmp_path), **case)) == [said]
+    assert verify.list_remarks(
+        replace_case_fields(copy_published("mmlu-smoke-closed", tmp_path), **case)
+    ) == [said]
 
 
 def test_folders_are_searched_without_checkpoints(tmp_path: Path, run: Any) -> None:
-    near, far = (
-        copied("mmlu-smoke-closed", tmp_path / "a"),
-        copied("lambada-smoke", tmp_path / "b" / "c"),
+    shallow, deep = (
+        copy_published("mmlu-smoke-closed", tmp_path / "a"),
+        copy_published("lambada-smoke", tmp_path / "b" / "c"),
     )
-    tables = tmp_path / "b" / "checkpoints" / "0f3c9a7e" / "step-30"
-    tables.mkdir(parents=True)
-    (tables / "state.json").write_text("{}")
+    checkpoint_folder = tmp_path / "b" / "checkpoints" / "0f3c9a7e" / "step-30"
+    checkpoint_folder.mkdir(parents=True)
+    (checkpoint_folder / "state.json").write_text("{}")
     (tmp_path / "notes.txt").write_text("no record")
     code, out, err = run("verify", tmp_path)
     assert (code, [line for line in out.splitlines() if not line.startswith("  ")], err) == (
         0,
-        [f"ok  {near}", f"ok  {far}"],
+        [f"ok  {shallow}", f"ok  {deep}"],
         "",
     )
-    code, out, err = run("verify", tables.parent.parent)  # searched if named
+    code, out, err = run("verify", checkpoint_folder.parent.parent)  # searched if named
     assert (code, out, err.splitlines()) == (
         2,
         "",
-        [f"error: {tables / 'state.json'}: schema is None; this version reads 1"],
+        [f"error: {checkpoint_folder / 'state.json'}: schema is None; this version reads 1"],
     )
 
 
-def test_of_several_records_one_that_is_none_is_wrong(tmp_path: Path, run: Any) -> None:
-    good, bad = copied("mmlu-smoke-closed", tmp_path), tmp_path / "bad.json"
+def test_malformed_file_among_records_is_wrong(tmp_path: Path, run: Any) -> None:
+    good, bad = copy_published("mmlu-smoke-closed", tmp_path), tmp_path / "bad.json"
     bad.write_text("{}")
     code, out, err = run("verify", good, bad)
     assert (code, out, err) == (
@@ -147,13 +163,13 @@ def test_of_several_records_one_that_is_none_is_wrong(tmp_path: Path, run: Any) 
     )
 
 
-def test_a_formula_that_raises_is_our_defect(
+def test_formula_that_raises_is_reported_as_a_bug(
     tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def raises(_: record.Record) -> Any:
         raise ZeroDivisionError("nobody thought of it")
 
-    path = copied("mmlu-smoke-closed", tmp_path)
+    path = copy_published("mmlu-smoke-closed", tmp_path)
     monkeypatch.setattr(
         metric_table,
         "RATES",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fixtures.engines import scored
+from fixtures.engines import make_scoring_record
 from fixtures.golden import golden
 from steelyard import report
 from steelyard.metrics import rate_history, side_comparison
@@ -13,17 +13,17 @@ from steelyard.record.index import RecordSummary
 from steelyard.record.record import Record
 
 
-def runs(*rates: float, letter: str = "a", **changes: object) -> list[Record]:
+def make_runs(*rates: float, letter: str = "a", **changes: object) -> list[Record]:
     """Return one scored record for each rate; `letter` begins their ids and `changes` replaces
     fields.
     """
     return [
-        scored("torch", "ABCDABCD", rate, id=f"{letter}{i:011d}", **changes)
+        make_scoring_record("torch", "ABCDABCD", rate, id=f"{letter}{i:011d}", **changes)
         for i, rate in enumerate(rates)
     ]
 
 
-def between(base: list[Record], new: list[Record], threshold: float = 0.01) -> Comparison:
+def compare_runs(base: list[Record], new: list[Record], threshold: float = 0.01) -> Comparison:
     """Compare two lists of records, named old and new, across cases."""
     return side_comparison.compare_sides(
         side_comparison.make_side("old", base),
@@ -33,7 +33,9 @@ def between(base: list[Record], new: list[Record], threshold: float = 0.01) -> C
     )
 
 
-SLOWER = between(runs(100.0, 100.1, 99.9), runs(95.0, 95.1, 94.9, letter="b", tune__compile=False))
+SLOWER = compare_runs(
+    make_runs(100.0, 100.1, 99.9), make_runs(95.0, 95.1, 94.9, letter="b", tune__compile=False)
+)
 
 
 def test_the_verdict_comes_first() -> None:
@@ -46,16 +48,19 @@ def test_the_verdict_comes_first() -> None:
     ("found", "said"),
     [
         (
-            between(runs(100.0, 100.1, 99.9), runs(95.0, 95.1, 94.9), 0.06),
+            compare_runs(make_runs(100.0, 100.1, 99.9), make_runs(95.0, 95.1, 94.9), 0.06),
             "significant, but below the threshold of 6.0%",
         ),
-        (between(runs(100.0, 104.0), runs(99.0, 103.0, letter="b")), "not significant"),
         (
-            between(runs(100.0), runs(99.0, letter="b")),
+            compare_runs(make_runs(100.0, 104.0), make_runs(99.0, 103.0, letter="b")),
+            "not significant",
+        ),
+        (
+            compare_runs(make_runs(100.0), make_runs(99.0, letter="b")),
             "not tested: that takes two valid runs a side",
         ),
         (
-            between(runs(100.0), runs(99.0, letter="b", status="invalid")),
+            compare_runs(make_runs(100.0), make_runs(99.0, letter="b", status="invalid")),
             "no ratio: new has no valid run",
         ),
     ],
@@ -65,28 +70,30 @@ def test_the_words_of_a_verdict(found: Comparison, said: str) -> None:
 
 
 def test_runs_that_are_left_out_are_named() -> None:
-    bad = runs(1.0, letter="c", status="invalid", reasons=[{"code": "clock", "text": ""}])
+    bad = make_runs(1.0, letter="c", status="invalid", reasons=[{"code": "clock", "text": ""}])
     text = report.render_text(
-        report.build_comparison_page(between(runs(100.0), [*runs(100.0, letter="b"), *bad]))
+        report.build_comparison_page(
+            compare_runs(make_runs(100.0), [*make_runs(100.0, letter="b"), *bad])
+        )
     )
     assert golden("not-valid-and-in-no-mean") in text
 
 
 def test_answers_metrics_phases_and_differences_are_in_this_order() -> None:
     text = report.render_text(report.build_comparison_page(SLOWER))
-    places = [
+    positions = [
         text.index(title)
         for title in ("\nAnswers\n", "\nMetrics\n", "\nSeconds per step\n", "\nWhat else differs\n")
     ]
-    assert places == sorted(places)
+    assert positions == sorted(positions)
     assert "tune.compile  true  false" in text
     assert "0 of 8" in text
     assert "3 other metrics are equal." in text  # mfu, mem, acc
 
 
-def test_a_comparison_with_itself_says_so() -> None:
-    one = runs(100.0)
-    text = report.render_text(report.build_comparison_page(between(one, one)))
+def test_a_comparison_of_a_record_with_itself_is_noted() -> None:
+    records = make_runs(100.0)
+    text = report.render_text(report.build_comparison_page(compare_runs(records, records)))
     assert "1 record(s) stand on both sides." in text
     assert "Nothing else differs." in text
     assert "No metric differs." in text
@@ -101,14 +108,14 @@ def test_every_format_and_language(format_: str, lang: report.Lang) -> None:
     assert ("significant" in page) == (lang == "en")
 
 
-def test_values_of_strangers_are_escaped() -> None:
-    found = between(
-        runs(100.0), runs(100.0, letter="b", site={"rack": "<script>alert(1)</script>"})
+def test_values_of_records_are_escaped() -> None:
+    comparison = compare_runs(
+        make_runs(100.0), make_runs(100.0, letter="b", site={"rack": "<script>alert(1)</script>"})
     )
-    assert "<script>alert" not in report.render_html(report.build_comparison_page(found))
+    assert "<script>alert" not in report.render_html(report.build_comparison_page(comparison))
 
 
-def entry(day: int, rate: float | None, **changes: object) -> RecordSummary:
+def make_entry(day: int, rate: float | None, **changes: object) -> RecordSummary:
     """Return an index entry of a run on a day of January 2026, with an interval of its rate ± 1."""
     base: dict[str, object] = {
         "id": f"{day}" * 12,
@@ -129,31 +136,39 @@ def entry(day: int, rate: float | None, **changes: object) -> RecordSummary:
     )
 
 
-def past(*entries: RecordSummary) -> rate_history.RateHistory:
+def make_history(*entries: RecordSummary) -> rate_history.RateHistory:
     """Return the history of the entries with a threshold of 1 %."""
-    return rate_history.build_history({Path(f"{one.id[:2]}.json"): one for one in entries}, 0.01)
+    return rate_history.build_history(
+        {Path(f"{entry.id[:2]}.json"): entry for entry in entries}, 0.01
+    )
 
 
 def test_a_history_names_the_first_bad_record() -> None:
     text = report.render_text(
-        report.build_history_page(past(entry(1, 100.0), entry(2, 90.0), entry(3, 80.0)))
+        report.build_history_page(
+            make_history(make_entry(1, 100.0), make_entry(2, 90.0), make_entry(3, 80.0))
+        )
     )
-    said = (
+    expected = (
         "First bad record: 22222222 (22.json): its rate is 0.9000 of the best before it (11111111),"
         " not tested, outside both"
     )
-    assert said in " ".join(text.split())
+    assert expected in " ".join(text.split())
     assert "aaaaaaaaaaaa " in text
     assert "0.8889" in text  # the third run's rate over the second's
-    invalid = past(entry(1, 100.0), entry(2, None, status="invalid", codes=("clock",)))
+    invalid = make_history(
+        make_entry(1, 100.0), make_entry(2, None, status="invalid", codes=("clock",))
+    )
     assert "First bad record: 22222222 (22.json): invalid: clock" in report.render_text(
         report.build_history_page(invalid)
     )
-    assert "No bad record." in report.render_text(report.build_history_page(past(entry(1, 100.0))))
+    assert "No bad record." in report.render_text(
+        report.build_history_page(make_history(make_entry(1, 100.0)))
+    )
 
 
 def test_files_that_do_not_verify_are_listed() -> None:
-    found = rate_history.build_history(
+    broken = rate_history.build_history(
         {
             Path("x.json"): RecordSummary(
                 wrong="does not verify: the hash of samples does not match"
@@ -161,7 +176,7 @@ def test_files_that_do_not_verify_are_listed() -> None:
         },
         0.01,
     )
-    text = report.render_text(report.build_history_page(found))
+    text = report.render_text(report.build_history_page(broken))
     assert "No sound record." in text
     assert golden("records-that-do-not-verify-and") in text
     assert "x.json" in text
@@ -171,7 +186,7 @@ def test_files_that_do_not_verify_are_listed() -> None:
 @pytest.mark.parametrize("lang", report.LANGS)
 def test_every_format_and_language_of_a_history(format_: str, lang: report.Lang) -> None:
     page = report.FORMATS[format_](
-        report.build_history_page(past(entry(1, 100.0), entry(2, 90.0)), lang)
+        report.build_history_page(make_history(make_entry(1, 100.0), make_entry(2, 90.0)), lang)
     )
     assert "0.9000" in page
     assert ("首条异常记录" in page) == (lang == "zh")

@@ -45,13 +45,13 @@ IDENTITY = (
 )
 
 
-def rows(*records: Record) -> list[dict[str, str]]:
+def read_rows(*records: Record) -> list[dict[str, str]]:
     """Return the rows of the records' CSV, by column."""
     return list(csv.DictReader(io.StringIO(as_csv.render_csv(list(records)), newline="")))
 
 
-def test_a_row_is_a_record() -> None:
-    [row] = rows(made.make())
+def test_a_record_is_one_row() -> None:
+    [row] = read_rows(made.make_record())
     assert list(row)[: len(IDENTITY)] == list(IDENTITY)
     assert {name: row[name] for name in IDENTITY} == {
         "id": "0f3c9a7e5b21",
@@ -96,27 +96,27 @@ def test_a_row_is_a_record() -> None:
     assert {name: row[name] for name in metrics} == metrics
 
 
-def test_lines_are_those_of_the_rfc() -> None:
-    text = as_csv.render_csv([made.make(), made.failed()])
+def test_lines_end_as_in_rfc_4180() -> None:
+    text = as_csv.render_csv([made.make_record(), made.make_failed_record()])
     lines = text.split("\r\n")
     assert (len(lines), lines[-1]) == (4, "")
     assert "\n" not in text.replace("\r\n", "")
-    assert '"{""batch_tokens"": 1}"' in as_csv.render_csv([made.make(tune__batch_tokens=1)])
+    assert '"{""batch_tokens"": 1}"' in as_csv.render_csv([made.make_record(tune__batch_tokens=1)])
 
 
 def test_every_metric_has_a_column_and_the_ends_of_its_interval() -> None:
-    heads = [name.partition(" (")[0] for name in rows(made.make())[0]]
+    heads = [name.partition(" (")[0] for name in read_rows(made.make_record())[0]]
     for task in tasks.load_tasks().values():
         for metric in list_task_metrics(task):
-            wanted = (
+            expected = (
                 [metric.name, f"{metric.name}_low", f"{metric.name}_high"] if metric.formula else []
             )
-            assert [name for name in wanted if name not in heads] == [], task.name
+            assert [name for name in expected if name not in heads] == [], task.name
     assert len(heads) == len(set(heads))
 
 
 def test_another_unit_has_its_own_column() -> None:
-    closed, shared = rows(made.make(), made.open_window())
+    closed, shared = read_rows(made.make_record(), made.make_open_window_record())
     assert (closed["p_infer_core (tokens/s)"], closed["p_infer_core (questions/s)"]) == (
         "46387.2",
         "",
@@ -133,11 +133,11 @@ def test_another_unit_has_its_own_column() -> None:
 
 
 def test_settings_reasons_and_changes() -> None:
-    origins = made.make().case.origins | {"question.seed": "command line"}
+    origins = made.make_record().case.origins | {"question.seed": "command line"}
     plan = {"nodes": 2, "devices": 8, "tp": 2, "pp": 1, "dp": 8, "launcher": "ssh"}
     engine = {"name": "megatron", "details": {}}
     packages = {"torch": "2.11.0", "megatron-core": "0.16.1"}
-    one = made.make(
+    record = made.make_record(
         case__origins=origins,
         tune__pad_to=8,
         tune__env={"NCCL_ALGO": "Ring"},
@@ -145,7 +145,7 @@ def test_settings_reasons_and_changes() -> None:
         engine=engine,
         environment__software__packages=packages,
     )
-    [row] = rows(one)
+    [row] = read_rows(record)
     assert json.loads(row["tune"]) == {"pad_to": 8, "env": {"NCCL_ALGO": "Ring"}}
     assert (row["accelerators"], row["nodes"], row["plan"]) == ("16", "2", "TP2PP1DP8")
     assert (row["engine"], row["engine_version"], row["framework"]) == (
@@ -154,7 +154,7 @@ def test_settings_reasons_and_changes() -> None:
         "torch",
     )
     assert row["changed"] == "question.seed"
-    assert rows(made.failed())[0]["reasons"] == "oom"
+    assert read_rows(made.make_failed_record())[0]["reasons"] == "oom"
 
 
 @pytest.mark.parametrize(
@@ -177,22 +177,22 @@ def test_settings_reasons_and_changes() -> None:
 )
 def test_no_cell_is_a_formula(name: str, cell: str) -> None:
     unit = {"hostile": {"value": -1.5, "unit": name}, name: {"value": None, "unit": ""}}
-    hostile = made.make(
+    hostile = made.make_record(
         engine={"name": name, "details": {}}, weights={"source": name}, metrics=unit
     )
     text = as_csv.render_csv([hostile])
     heads, row = csv.reader(io.StringIO(text, newline=""))
-    told = dict(zip(heads, row, strict=True))
-    assert (told["engine"], told["weights"]) == (cell, cell)
+    cells = dict(zip(heads, row, strict=True))
+    assert (cells["engine"], cells["weights"]) == (cell, cell)
     assert cell in heads
-    assert not [one for one in heads if one.startswith(("=", "+", "-", "@", "\t", "\r"))]
+    assert not [head for head in heads if head.startswith(("=", "+", "-", "@", "\t", "\r"))]
     assert "-1.5" in row, "a negative number is a number"
 
 
 def test_numbers_keep_their_digits() -> None:
     value = 0.1 + 0.2
-    [row] = rows(
-        made.make(
+    [row] = read_rows(
+        made.make_record(
             metrics={"mfu": {"value": value, "unit": ""}, "energy": {"value": 1e22, "unit": "J"}}
         )
     )

@@ -15,27 +15,27 @@ from steelyard.record.record import Record
 from steelyard.report import report_data
 
 
-def told(*records: Record, **options: Any) -> dict[str, Any]:
+def read_report_data(*records: Record, **options: Any) -> dict[str, Any]:
     """Return the report of the records as its JSON reads, after checking it against the schema."""
-    found: dict[str, Any] = json.loads(
+    content: dict[str, Any] = json.loads(
         report_data.build_report(list(records), **options).model_dump_json(by_alias=True)
     )
-    jsonschema.Draft202012Validator(report_data.report_schema()).validate(found)
-    return found
+    jsonschema.Draft202012Validator(report_data.report_schema()).validate(content)
+    return content
 
 
-def test_the_schema_is_one() -> None:
+def test_the_schema_is_valid() -> None:
     jsonschema.Draft202012Validator.check_schema(report_data.report_schema())
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft202012Validator(report_data.report_schema()).validate(
-            told(made.make()) | {"schema": 2}
+            read_report_data(made.make_record()) | {"schema": 2}
         )
 
 
 def test_the_summary_has_a_row_a_run() -> None:
-    found = told(made.make(), made.failed())
-    assert (found["schema"], found["kind"]) == (1, "report")
-    first, second = found["summary"]
+    content = read_report_data(made.make_record(), made.make_failed_record())
+    assert (content["schema"], content["kind"]) == (1, "report")
+    first, second = content["summary"]
     assert first == {
         "id": "0f3c9a7e5b21",
         "case": "llama2-7b-mmlu",
@@ -85,67 +85,80 @@ def test_the_summary_has_a_row_a_run() -> None:
 
 
 def test_cases_have_runs_with_every_metric_and_the_published_rows() -> None:
-    origins = made.make().case.origins | {"question.seed": "command line"}
-    found = told(made.make(), made.open_window(), made.make(id="ee" * 6, case__origins=origins))
-    same, changed = found["cases"]
-    assert (same["case"], same["size"], same["task"], same["kind"], same["changed"]) == (
+    origins = made.make_record().case.origins | {"question.seed": "command line"}
+    content = read_report_data(
+        made.make_record(),
+        made.make_open_window_record(),
+        made.make_record(id="ee" * 6, case__origins=origins),
+    )
+    unchanged, changed = content["cases"]
+    assert (
+        unchanged["case"],
+        unchanged["size"],
+        unchanged["task"],
+        unchanged["kind"],
+        unchanged["changed"],
+    ) == (
         *("llama2-7b-mmlu", "full", "mmlu", "score"),
         [],
     )
-    assert [(run["number"], run["id"]) for run in same["runs"]] == [
+    assert [(run["number"], run["id"]) for run in unchanged["runs"]] == [
         (1, "0f3c9a7e5b21"),
         (2, "1a" * 6),
     ]
-    assert list(same["runs"][0]["metrics"])[:3] == ["e2e_time", "p_val_whole", "p_val_core"]
-    assert set(same["runs"][0]["metrics"]) == set(made.METRICS)
-    assert same["runs"][1]["metrics"]["mfu"] == {
+    assert list(unchanged["runs"][0]["metrics"])[:3] == ["e2e_time", "p_val_whole", "p_val_core"]
+    assert set(unchanged["runs"][0]["metrics"]) == set(made.METRICS)
+    assert unchanged["runs"][1]["metrics"]["mfu"] == {
         "value": None,
         "unit": "fraction",
         "interval": None,
         "note": "no peak",
     }
-    assert same["runs"][0]["sha256"] == "ee" * 32
-    assert same["runs"][0]["explain"] is None
-    assert [row["values"]["p_infer_core"] for row in same["published"]] == [10052.2, 5951.8]
+    assert unchanged["runs"][0]["sha256"] == "ee" * 32
+    assert unchanged["runs"][0]["explain"] is None
+    assert [row["values"]["p_infer_core"] for row in unchanged["published"]] == [10052.2, 5951.8]
     assert (changed["changed"], changed["published"]) == (["question.seed=0"], [])
 
 
-def test_groups_are_those_of_run() -> None:
-    pair = [made.training(times=((2.0, 1.0, 1.0, 1.0),), id=name * 6) for name in ("0a", "0b")]
-    two = made.training(times=((2.0, 1.0, 1.0, 1.0), (2.0, 1.0, 1.0, 1.0)), id="0c" * 6)
-    other = made.training(
+def test_repeats_engines_and_scaling() -> None:
+    pair = [
+        made.make_training_record(times=((2.0, 1.0, 1.0, 1.0),), id=name * 6)
+        for name in ("0a", "0b")
+    ]
+    two = made.make_training_record(times=((2.0, 1.0, 1.0, 1.0), (2.0, 1.0, 1.0, 1.0)), id="0c" * 6)
+    other = made.make_training_record(
         times=((2.0, 0.5, 0.5, 0.5),), id="0d" * 6, engine={"name": "megatron", "details": {}}
     )
-    found = told(*pair, two, other)
-    [repeats] = found["repeats"]
+    content = read_report_data(*pair, two, other)
+    [repeats] = content["repeats"]
     assert (repeats["records"], repeats["not_valid"], repeats["config"]) == (
-        [one.id for one in pair],
+        [record.id for record in pair],
         [],
         "1x1",
     )
     assert repeats["metrics"]["rate"]["mean"] == 100.0
-    [engines] = found["engines"]
+    [engines] = content["engines"]
     assert [(row["engine"], row["base"], row["rate"], row["ratio"]) for row in engines["rows"]] == [
         ("torch", True, 100.0, 1.0),
         ("megatron", False, 200.0, 2.0),
     ]
-    [scaling] = found["scaling"]
+    [scaling] = content["scaling"]
     assert [
         (row["config"], row["rate"], row["speedup"], row["efficiency"]) for row in scaling["rows"]
     ] == [("1x1", 100.0, 1.0, 1.0), ("1x2", 200.0, 2.0, 1.0)]
 
 
-def test_explained_where_asked() -> None:
-    [case] = told(made.training(), explain=True)["cases"]
+def test_explained_on_request() -> None:
+    [case] = read_report_data(made.make_training_record(), explain=True)["cases"]
     [explained] = case["runs"][0]["explain"]
     assert (explained["rank"], explained["profiled"]) == (0, False)
     assert sum(row["time_s"] for row in explained["rows"]) == pytest.approx(explained["measured_s"])
     assert {type(row["share"]) for row in explained["rows"]} == {float}
 
 
-def test_no_number_is_text() -> None:
+def test_numbers_are_not_formatted() -> None:
     """No value that a reader computes with is a formatted text."""
-    [case] = told(*made.everything(), explain=True)["cases"]
+    [case] = read_report_data(*made.make_records_of_all_statuses(), explain=True)["cases"]
     for run in case["runs"]:
         for value in run["metrics"].values():
             assert isinstance(value["value"], int | float | None)
@@ -156,14 +169,14 @@ def test_no_number_is_text() -> None:
         assert all(isinstance(time_s, float) for time_s in run["budget"].values())
 
 
-def test_of_spec_records() -> None:
+def test_report_of_spec_records() -> None:
     record = ceiling_rates.read_verified_spec_record(SPECS[0])
-    found = json.loads(report_data.build_ceilings_report([record]).model_dump_json(by_alias=True))
-    jsonschema.Draft202012Validator(report_data.report_schema()).validate(found)
-    assert (found["summary"], found["cases"]) == ([], [])
-    [told] = found["specs"]
-    assert (told["id"], len(told["ceilings"])) == (record.id, len(record.benches))
-    first = told["ceilings"][0]
+    content = json.loads(report_data.build_ceilings_report([record]).model_dump_json(by_alias=True))
+    jsonschema.Draft202012Validator(report_data.report_schema()).validate(content)
+    assert (content["summary"], content["cases"]) == ([], [])
+    [spec_data] = content["specs"]
+    assert (spec_data["id"], len(spec_data["ceilings"])) == (record.id, len(record.benches))
+    first = spec_data["ceilings"][0]
     assert (first["name"], first["ceiling"]["value"]) == (
         record.benches[0].name,
         record.ceilings[0].value,

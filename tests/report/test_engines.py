@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from fixtures.engines import scored, trained, with_tokens
-from fixtures.report import make
+from fixtures.engines import make_record_with_tokens, make_scoring_record, make_trained_record
+from fixtures.report import make_record
 from steelyard import report
 from steelyard.record.record import Record
 from steelyard.report.document import Heading, Page, Paragraph, Table
@@ -23,7 +23,7 @@ HEADS = [
 ]
 
 
-def shown(records: list[Record], lang: Any = "en") -> tuple[Page, Table]:
+def render_engines(records: list[Record], lang: Any = "en") -> tuple[Page, Table]:
     """Return the page of engines of the records, and its only table."""
     page = report.build_engines_page(records, lang)
     assert page is not None
@@ -31,20 +31,20 @@ def shown(records: list[Record], lang: Any = "en") -> tuple[Page, Table]:
     return page, table
 
 
-def cells(table: Table) -> list[list[tuple[str, str]]]:
+def list_cell_texts(table: Table) -> list[list[tuple[str, str]]]:
     """Return the text of each cell and the text below it, by row."""
     return [[(cell.text, cell.sub) for cell in row.cells] for row in table.rows]
 
 
 def test_differences_of_the_answers_come_first() -> None:
     busy = [{"code": "busy", "text": "others used 20 % of the cores"}]
-    other = scored("other", "ABCDABDC", 50.0, 0.25, status="invalid", reasons=busy)
-    page, table = shown([scored("torch", "ABCDABCD"), other])
+    other = make_scoring_record("other", "ABCDABDC", 50.0, 0.25, status="invalid", reasons=busy)
+    page, table = render_engines([make_scoring_record("torch", "ABCDABCD"), other])
     assert page.elements[0] == Paragraph(
         "Engines: llama2-7b-mmlu · full · bf16 · closed · full · NVIDIA H200", "strong"
     )
     assert [column.title for column in table.columns] == HEADS
-    base, other = cells(table)
+    base, other = list_cell_texts(table)
     assert [text for text, _ in base] == [
         "torch",
         "/",
@@ -80,45 +80,52 @@ def test_differences_of_the_answers_come_first() -> None:
     assert [row.cells[4].tone for row in table.rows] == ["plain", "muted"]
 
 
-def rate_of(records: list[Record], lang: Any = "en") -> tuple[str, str, str]:
+def read_second_rate(records: list[Record], lang: Any = "en") -> tuple[str, str, str]:
     """Return the second engine's rate, the text below it, and the tone of its cell."""
-    _, table = shown(records, lang)
-    place = next(number for number, column in enumerate(table.columns) if column.strong)
-    cell = table.rows[1].cells[place]
+    _, table = render_engines(records, lang)
+    rate_column = next(number for number, column in enumerate(table.columns) if column.strong)
+    cell = table.rows[1].cells[rate_column]
     return cell.text, cell.sub, cell.tone
 
 
 def test_valid_runs_have_the_rate_where_others_are_not_valid() -> None:
     base, reasons = (
-        scored("torch", "A" * 8),
+        make_scoring_record("torch", "A" * 8),
         [{"code": "busy", "text": ""}, {"code": "unsteady", "text": ""}],
     )
-    lost = scored("other", "A" * 8, 10.0, status="invalid", reasons=reasons)
-    assert rate_of([base, lost, scored("other", "A" * 8, 50.0)]) == ("50.00", "", "plain")
-    assert rate_of([base, lost, lost], "zh") == ("10.00", "无效：busy，unsteady", "muted")
-    unknown = scored("other", "A" * 8, None, status="invalid", reasons=reasons)
-    assert rate_of([base, unknown]) == ("/", "invalid: busy, unsteady", "muted")
+    lost = make_scoring_record("other", "A" * 8, 10.0, status="invalid", reasons=reasons)
+    assert read_second_rate([base, lost, make_scoring_record("other", "A" * 8, 50.0)]) == (
+        "50.00",
+        "",
+        "plain",
+    )
+    assert read_second_rate([base, lost, lost], "zh") == ("10.00", "无效：busy，unsteady", "muted")
+    unknown = make_scoring_record("other", "A" * 8, None, status="invalid", reasons=reasons)
+    assert read_second_rate([base, unknown]) == ("/", "invalid: busy, unsteady", "muted")
 
 
-def test_likeliest_tokens_have_a_column_where_they_are_kept() -> None:
+def test_likeliest_tokens_have_a_column_where_records_hold_them() -> None:
     records = [
-        with_tokens("torch", "ABCDABCD", [90, 91]),
-        with_tokens("other", "ABCDBBCD", [90, 92]),
+        make_record_with_tokens("torch", "ABCDABCD", [90, 91]),
+        make_record_with_tokens("other", "ABCDBBCD", [90, 92]),
     ]
-    _, table = shown(records)
+    _, table = render_engines(records)
     assert [column.title for column in table.columns][:3] == [
         "engine",
         "other answers",
         "other likeliest tokens",
     ]
-    assert cells(table)[1][1:3] == [("1 of 8", "12.5%"), ("2 of 8", "25.0%")]
-    _, table = shown(records, "zh")
+    assert list_cell_texts(table)[1][1:3] == [("1 of 8", "12.5%"), ("2 of 8", "25.0%")]
+    _, table = render_engines(records, "zh")
     assert table.columns[2].title == "最可能 token 不同数"
 
 
 def test_training_has_losses_and_norms_with_their_steps() -> None:
-    _, table = shown(
-        [trained("torch", [9.0, 8.0, 7.0, 6.0]), trained("other", [9.0, 8.5, 7.0, 6.0])]
+    _, table = render_engines(
+        [
+            make_trained_record("torch", [9.0, 8.0, 7.0, 6.0]),
+            make_trained_record("other", [9.0, 8.5, 7.0, 6.0]),
+        ]
     )
     titles = [column.title for column in table.columns]
     assert titles[:5] == [
@@ -128,7 +135,7 @@ def test_training_has_losses_and_norms_with_their_steps() -> None:
         "loss_after, difference",
         "loss_after",
     ]
-    assert cells(table)[1][:5] == [
+    assert list_cell_texts(table)[1][:5] == [
         ("other", ""),
         ("0.5000", "step 1"),
         ("0", ""),
@@ -138,36 +145,44 @@ def test_training_has_losses_and_norms_with_their_steps() -> None:
 
 
 def test_an_engine_without_a_finished_run_is_named() -> None:
-    lost = scored("lost", "A" * 8, status="failed", passes=[], outputs={}, metrics={})
-    page, _ = shown([scored("torch", "A" * 8), lost, scored("other", "A" * 8)])
+    lost = make_scoring_record("lost", "A" * 8, status="failed", passes=[], outputs={}, metrics={})
+    page, _ = render_engines(
+        [make_scoring_record("torch", "A" * 8), lost, make_scoring_record("other", "A" * 8)]
+    )
     assert Paragraph("No finished run: lost.") in page.elements
 
 
-def test_in_chinese() -> None:
-    _, table = shown([scored("torch", "A" * 8), scored("other", "A" * 7 + "B")], "zh")
+def test_the_section_in_chinese() -> None:
+    _, table = render_engines(
+        [make_scoring_record("torch", "A" * 8), make_scoring_record("other", "A" * 7 + "B")], "zh"
+    )
     assert [column.title for column in table.columns][:3] == ["引擎", "答案不同数", "acc 差异"]
-    assert cells(table)[1][1] == ("1 / 8", "12.5%")
+    assert list_cell_texts(table)[1][1] == ("1 / 8", "12.5%")
 
 
 def test_a_page_has_the_section_where_there_are_two_engines() -> None:
     blocks = report.build_report_page(
-        [scored("torch", "A" * 8), scored("other", "A" * 8)], "en"
+        [make_scoring_record("torch", "A" * 8), make_scoring_record("other", "A" * 8)], "en"
     ).elements
-    at = blocks.index(Heading(3, "Engines"))
-    assert blocks[at + 1] == Paragraph("Runs #1, #2: bf16 · closed · full · NVIDIA H200", "strong")
-    assert [column.title for column in blocks[at + 2].columns] == HEADS
-    alone = report.build_report_page(
-        [scored("torch", "A" * 8), scored("torch", "A" * 8)], "en"
+    index = blocks.index(Heading(3, "Engines"))
+    assert blocks[index + 1] == Paragraph(
+        "Runs #1, #2: bf16 · closed · full · NVIDIA H200", "strong"
+    )
+    assert [column.title for column in blocks[index + 2].columns] == HEADS
+    one_engine = report.build_report_page(
+        [make_scoring_record("torch", "A" * 8), make_scoring_record("torch", "A" * 8)], "en"
     ).elements
-    assert Heading(3, "Engines") not in alone
+    assert Heading(3, "Engines") not in one_engine
 
 
 @pytest.mark.parametrize("format", ["text", "md", "html"])
-def test_every_format_shows_it(format: str) -> None:
+def test_every_format_shows_the_differences(format: str) -> None:
     assert "2 of 8" in report.render(
-        [scored("torch", "A" * 8), scored("other", "A" * 6 + "BB")], format, "en"
+        [make_scoring_record("torch", "A" * 8), make_scoring_record("other", "A" * 6 + "BB")],
+        format,
+        "en",
     )
 
 
-def test_nothing_to_compare_is_no_page() -> None:
-    assert report.build_engines_page([make()]) is None
+def test_without_two_engines_there_is_no_page() -> None:
+    assert report.build_engines_page([make_record()]) is None

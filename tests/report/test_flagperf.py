@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fixtures import report as made
-from fixtures.cases import fixed
+from fixtures.cases import resolve_with_fixed_tune
 from fixtures.golden import golden
 from steelyard.case import resolve
 from steelyard.errors import RequestError
@@ -20,14 +20,14 @@ from steelyard.report.flagperf.form import FormLines, LinePerValue, MetricList, 
 
 ROOT = Path(__file__).resolve().parents[2]
 # Cases of the five published pages, by the numbers that their file names begin with.
-PUBLISHED = {
+PUBLISHED_CASES = {
     "000": "aquila2-34b-lambada",
     "001": "llama2-7b-mmlu",
     "002": "aquila2-7b-alpaca",
     "003": "llama1-7b-openwebtext",
     "004": "glm-large-record",
 }
-SCORE = {
+SCORE_METRICS = {
     "e2e_time": (2479.9, "s"),
     "p_val_whole": (None, "tokens/s"),
     "p_val_core": (None, "tokens/s"),
@@ -41,7 +41,7 @@ SCORE = {
     "mem": (12.3, "GiB"),
     "mem_total": (40.0, "GiB"),
 }
-TRAIN = {
+TRAIN_METRICS = {
     "e2e_time": (2763.2, "s"),
     "p_whole": (36.5, "samples/s"),
     "p_train": (42.4, "samples/s"),
@@ -59,9 +59,9 @@ DEVICES = [
 ]
 
 
-def run(name: str, **changes: Any) -> Record:
+def make_run(name: str, **changes: Any) -> Record:
     """Return a valid full run of a case on eight devices; `changes` replaces fields of the record."""
-    resolved = fixed(name)
+    resolved = resolve_with_fixed_tune(name)
     case = resolved.case
     kind = case.question.kind
     plan = (
@@ -69,7 +69,7 @@ def run(name: str, **changes: Any) -> Record:
         if kind == "score"
         else {"nodes": 1, "devices": 8, "tp": 2}
     )
-    values = SCORE if kind == "score" else TRAIN
+    values = SCORE_METRICS if kind == "score" else TRAIN_METRICS
     metric = case.gate.metric if case.gate else "acc"
     base = {
         "case__name": name,
@@ -89,17 +89,17 @@ def run(name: str, **changes: Any) -> Record:
         "metrics": {name: {"value": value, "unit": unit} for name, (value, unit) in values.items()},
         "quality": {"metric": metric, "value": 1.0, "gate": None, "evaluated": True, "note": None},
     }
-    return made.make(**(base | changes))
+    return made.make_record(**(base | changes))
 
 
-def page(*records: Record, lang: str = "zh") -> str:
+def render_page(*records: Record, lang: str = "zh") -> str:
     """Return the text of the only FlagPerf page of the records."""
-    [found] = flagperf_pages(list(records), lang)
-    return found.text
+    [flagperf_page] = flagperf_pages(list(records), lang)
+    return flagperf_page.text
 
 
 @dataclass(frozen=True)
-class Skeleton:
+class PageSkeleton:
     """The structure of a page without its values, equal for two pages of one form.
 
     `names` are the first cells of the rows of metric lists; `indices` are their second cells where
@@ -113,7 +113,7 @@ class Skeleton:
     indices: list[str]  # beside them, where they stand for a column
 
 
-def skeleton(text: str, device: str, case: str) -> Skeleton:
+def parse_skeleton(text: str, device: str, case: str) -> PageSkeleton:
     """Parse the structure of a Markdown page, with the names of device and case replaced by
     placeholders.
     """
@@ -132,42 +132,42 @@ def skeleton(text: str, device: str, case: str) -> Skeleton:
     for start in lists:
         end = next(n for n in range(start, len(lines) + 1) if n == len(lines) or not is_row[n])
         entries += [rows[n] for n in range(start + 2, end)]
-    return Skeleton(
+    return PageSkeleton(
         [re.sub(r"^- ", "", line) for line in lines if re.match(r"(- )?#+ ", line)],
-        [label for line in lines if (label := _label(line))],
+        [label for line in lines if (label := _read_bullet_label(line))],
         [[cell.strip("*") for cell in rows[n]] for n in heads],
         [row[0] for row in entries],
         [row[1] for row in entries if "见" in row[1] or row[1].isascii()],
     )
 
 
-def _label(line: str) -> str:
+def _read_bullet_label(line: str) -> str:
     """Return the label of a bullet: the text before its colon, or all of it at the top level.
 
     Return "" for a line that is no bullet or whose text is a sentence.
     """
-    if found := re.match(r"\s*\d\. ((?:[a-z]+_[a-z_]+|seqlength)(?:\([a-z_]+\))?)", line):
-        return found[1]
-    found = re.match(r"(\s*)(?:[-*>]|\d\.) (?!#)(.*)", line)
-    if found is None or re.match(r"\s*\d\. ", line):
+    if match := re.match(r"\s*\d\. ((?:[a-z]+_[a-z_]+|seqlength)(?:\([a-z_]+\))?)", line):
+        return match[1]
+    match = re.match(r"(\s*)(?:[-*>]|\d\.) (?!#)(.*)", line)
+    if match is None or re.match(r"\s*\d\. ", line):
         return ""
-    label, colon, _ = re.sub(r":(?=//)", "", found[2]).replace("：", ":").partition(":")
-    if "为" in label or (not colon and found[1]):
+    label, colon, _ = re.sub(r":(?=//)", "", match[2]).replace("：", ":").partition(":")
+    if "为" in label or (not colon and match[1]):
         return ""
     return "FRAMEWORK" if label in ("pytorch", "torch") else label.strip()
 
 
-def published(number: str) -> str:
+def read_published_page(number: str) -> str:
     """Return the text of one of FlagPerf's pages from a folder `shared` beside the checkout; skip
     the test where there is none.
     """
-    found = [path for parent in ROOT.parents for path in parent.glob(f"shared/*/{number}_*.txt")]
-    if not found:
+    paths = [path for parent in ROOT.parents for path in parent.glob(f"shared/*/{number}_*.txt")]
+    if not paths:
         pytest.skip("FlagPerf's published pages are not in a folder `shared` beside the checkout")
-    return found[0].read_text()
+    return paths[0].read_text()
 
 
-NAMES = {
+PUBLISHED_DEVICES = {
     "000": "Nvidia A100",
     "001": "Nvidia A100",
     "002": "Nvidia GPU",
@@ -175,9 +175,9 @@ NAMES = {
     "004": "Nvidia GPU",
 }
 # Labels that only Steelyard's page has: the data, tokenizer and checkpoint that a run read.
-OTHERS = {"data", "tokenizer", "ckpts", "Llama-2-7b-hf"}
+OWN_LABELS = {"data", "tokenizer", "ckpts", "Llama-2-7b-hf"}
 # Second cells of metric lists that are values: names of models, data sets and devices.
-VALUES = {
+VALUE_CELLS = {
     "aquila2_7b",
     "llama1",
     "openwebtext",
@@ -189,20 +189,24 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("number", PUBLISHED)
+@pytest.mark.parametrize("number", PUBLISHED_CASES)
 def test_the_form_is_that_of_the_published_page(number: str) -> None:
-    theirs = skeleton(published(number), NAMES[number], "Llama2_7b_MMLU")
-    name = PUBLISHED[number]
-    ours = skeleton(page(run(name)), "NVIDIA A100-SXM4-80GB", name)
-    assert ours.headings == theirs.headings
-    assert [label for label in ours.labels if label not in OTHERS] == [
-        one for one in theirs.labels if "运行自动" not in one
+    published_form = parse_skeleton(
+        read_published_page(number), PUBLISHED_DEVICES[number], "Llama2_7b_MMLU"
+    )
+    name = PUBLISHED_CASES[number]
+    rendered_form = parse_skeleton(render_page(make_run(name)), "NVIDIA A100-SXM4-80GB", name)
+    assert rendered_form.headings == published_form.headings
+    assert [label for label in rendered_form.labels if label not in OWN_LABELS] == [
+        cell for cell in published_form.labels if "运行自动" not in cell
     ]
-    assert ours.heads == theirs.heads
-    assert ours.names == theirs.names
-    own = {"aquila2-7b", "llama1-7b", "glm-large", "bf16", "DEVICE", "None", *VALUES}
-    assert [one for one in ours.indices if one not in own] == [
-        one for one in theirs.indices if one not in VALUES and not one.startswith("nvidia ")
+    assert rendered_form.heads == published_form.heads
+    assert rendered_form.names == published_form.names
+    model_values = {"aquila2-7b", "llama1-7b", "glm-large", "bf16", "DEVICE", "None", *VALUE_CELLS}
+    assert [cell for cell in rendered_form.indices if cell not in model_values] == [
+        cell
+        for cell in published_form.indices
+        if cell not in VALUE_CELLS and not cell.startswith("nvidia ")
     ]
 
 
@@ -239,7 +243,7 @@ CELLS = {
 }
 
 
-def table(text: str) -> list[str]:
+def extract_last_table(text: str) -> list[str]:
     """Return the lines of the last table of a Markdown text."""
     rows = [line for line in text.splitlines() if line.startswith("|")]
     return rows[
@@ -253,25 +257,34 @@ def table(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_columns(name: str) -> None:
-    assert table(page(run(name)))[0] == f"| {' | '.join(HEADS[name].split())} |"
+def test_column_heads(name: str) -> None:
+    assert (
+        extract_last_table(render_page(make_run(name)))[0]
+        == f"| {' | '.join(HEADS[name].split())} |"
+    )
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_cells(name: str) -> None:
-    assert table(page(run(name)))[-1] == f"| {' | '.join(CELLS[name].split('|'))} |"
+def test_cells_of_a_row(name: str) -> None:
+    assert (
+        extract_last_table(render_page(make_run(name)))[-1]
+        == f"| {' | '.join(CELLS[name].split('|'))} |"
+    )
 
 
 def test_rows_of_training_stand_below_their_model() -> None:
-    assert table(page(run("llama1-13b-openwebtext")))[2] == f"| llama1-13b |{' ------- |' * 6}"
+    assert (
+        extract_last_table(render_page(make_run("llama1-13b-openwebtext")))[2]
+        == f"| llama1-13b |{' ------- |' * 6}"
+    )
 
 
-def test_what_a_record_does_not_know_is_a_slash() -> None:
+def test_unknown_values_are_a_slash() -> None:
     empty = {"os": None, "kernel": None, "driver": None, "cuda": None, "packages": {}}
-    found = page(
-        run("llama2-7b-mmlu", environment__software=empty, site={}, metrics={})
+    lines = render_page(
+        make_run("llama2-7b-mmlu", environment__software=empty, site={}, metrics={})
     ).splitlines()
-    assert found[found.index("- ##### 软件环境") + 1 :][:8] == [
+    assert lines[lines.index("- ##### 软件环境") + 1 :][:8] == [
         *(
             "   - OS版本：/",
             "   - OS kernel版本: /",
@@ -281,12 +294,15 @@ def test_what_a_record_does_not_know_is_a_slash() -> None:
         ),
         *("   - 依赖软件版本：", "     - /", ""),
     ]
-    assert "    - 多机网络类型、带宽: /" in found
-    assert table("\n".join(found))[-1] == "| torch | bf16 | / | / | / | / | / | / | / | / |"
+    assert "    - 多机网络类型、带宽: /" in lines
+    assert (
+        extract_last_table("\n".join(lines))[-1]
+        == "| torch | bf16 | / | / | / | / | / | / | / | / |"
+    )
 
 
 def test_values_of_the_page() -> None:
-    found = page(run("aquila2-34b-lambada")).splitlines()
+    lines = render_page(make_run("aquila2-34b-lambada")).splitlines()
     for line in (
         "> Download website：https://github.com/cybertronai/bflm/blob/master/lambada_test.jsonl",
         "   - 张量并行，尺度为8",
@@ -298,8 +314,8 @@ def test_values_of_the_page() -> None:
         "   - torch (torch-2.11.0)",
         "  * ckpts：source：Llama-2-7b-hf; sha256：" + "9f" * 32,
     ):
-        assert line in found, line
-    trained = page(run("aquila2-7b-alpaca")).splitlines()
+        assert line in lines, line
+    trained = render_page(make_run("aquila2-7b-alpaca")).splitlines()
     for line in (
         "   - 并行技术：张量、数据并行",
         "   - 实施者：torch",
@@ -313,23 +329,27 @@ def test_values_of_the_page() -> None:
         assert line in trained, line
 
 
-def test_nodes_and_devices_are_told_as_there() -> None:
-    two = run(
+def test_nodes_and_devices_are_written_as_in_flagperf() -> None:
+    two_nodes = make_run(
         "glm-large-record",
         plan={"nodes": 2, "devices": 8, "tp": 1, "pp": 1, "dp": 16, "launcher": "ssh"},
     )
-    assert table(page(two))[-1].startswith(f"| {DEVICE}两机16卡（2x8） |")
-    assert table(page(two, lang="en"))[-1].startswith(f"| {DEVICE}, 2 nodes, 16 devices (2x8) |")
-    four = run(
+    assert extract_last_table(render_page(two_nodes))[-1].startswith(f"| {DEVICE}两机16卡（2x8） |")
+    assert extract_last_table(render_page(two_nodes, lang="en"))[-1].startswith(
+        f"| {DEVICE}, 2 nodes, 16 devices (2x8) |"
+    )
+    four_nodes = make_run(
         "glm-large-record",
         plan={"nodes": 4, "devices": 8, "tp": 1, "pp": 1, "dp": 32, "launcher": "ssh"},
     )
-    assert table(page(four))[-1].startswith(f"| {DEVICE}4机32卡（4x8） |")
-    one = run(
+    assert extract_last_table(render_page(four_nodes))[-1].startswith(f"| {DEVICE}4机32卡（4x8） |")
+    one_device = make_run(
         "glm-large-record",
         plan={"nodes": 1, "devices": 1, "tp": 1, "pp": 1, "dp": 1, "launcher": "local"},
     )
-    assert table(page(one))[-1].startswith(f"| {DEVICE}单机单卡（1x1） |")
+    assert extract_last_table(render_page(one_device))[-1].startswith(
+        f"| {DEVICE}单机单卡（1x1） |"
+    )
 
 
 def test_a_window_with_random_weights_gives_no_quality() -> None:
@@ -340,15 +360,15 @@ def test_a_window_with_random_weights_gives_no_quality() -> None:
         "evaluated": False,
         "note": "the weights are random",
     }
-    window = run(
+    window = make_run(
         "llama2-7b-mmlu", id="ab" * 6, scope={"kind": "window", "sample": 1404}, quality=quality
     )
-    found = page(run("llama2-7b-mmlu"), window).splitlines()
-    assert [line.split(" | ")[-2] for line in found if line.startswith("| torch")] == [
+    lines = render_page(make_run("llama2-7b-mmlu"), window).splitlines()
+    assert [line.split(" | ")[-2] for line in lines if line.startswith("| torch")] == [
         "45.8%/45.8%",
         "/",
     ]
-    assert found[-4:] == [
+    assert lines[-4:] == [
         "> 注：",
         "> 1. 第2行：窗口：1404 个样本",
         "> 2. 第2行：acc 未评估",
@@ -358,49 +378,53 @@ def test_a_window_with_random_weights_gives_no_quality() -> None:
 
 def test_a_run_that_is_not_valid_has_no_row_and_is_named() -> None:
     reasons = [{"code": "quality", "text": "too low"}, {"code": "interval", "text": "too wide"}]
-    bad = run(
+    bad = make_run(
         "llama2-7b-mmlu",
         id="cd" * 6,
         status="invalid",
         reasons=reasons,
         engine={"name": "other", "details": {}},
     )
-    found = page(run("llama2-7b-mmlu"), bad, lang="en")
-    assert len(table(found)) == 3
-    assert golden("not-in-the-table-because-not") in found
-    assert "other" not in found.split("* Metric list")[0], "the page describes the runs of its rows"
-    alone = page(bad)
-    assert len(table(alone)) == 2
-    assert "other" in alone
+    text = render_page(make_run("llama2-7b-mmlu"), bad, lang="en")
+    assert len(extract_last_table(text)) == 3
+    assert golden("not-in-the-table-because-not") in text
+    assert "other" not in text.split("* Metric list")[0], "the page describes the runs of its rows"
+    invalid_only = render_page(bad)
+    assert len(extract_last_table(invalid_only)) == 2
+    assert "other" in invalid_only
 
 
 def test_remarks_name_their_rows() -> None:
     window = {"kind": "window", "sample": 7}
     scopes = [window, {"kind": "full"}, window, window, window, {"kind": "full"}]
-    records = [run("llama2-7b-mmlu", id=f"{n}" * 12, scope=scope) for n, scope in enumerate(scopes)]
-    assert "> 1. rows 1, 3-5: window: 7 samples" in page(*records, lang="en").splitlines()
-    assert "> 1. 第1、3-5行：窗口：7 个样本" in page(*records).splitlines()
+    records = [
+        make_run("llama2-7b-mmlu", id=f"{n}" * 12, scope=scope) for n, scope in enumerate(scopes)
+    ]
+    assert "> 1. rows 1, 3-5: window: 7 samples" in render_page(*records, lang="en").splitlines()
+    assert "> 1. 第1、3-5行：窗口：7 个样本" in render_page(*records).splitlines()
 
 
 def test_memory_of_a_pipeline_stands_by_stage() -> None:
-    staged = made.training(times=[(2.0, 1.0, 1.0, 1.0)] * 4, plan=(2, 2, 1))
-    assert table(page(staged))[-1].endswith(" | 25.00 tokens/s | 40.00\\*2 + 38.00\\*2 GiB |")
+    staged = made.make_training_record(times=[(2.0, 1.0, 1.0, 1.0)] * 4, plan=(2, 2, 1))
+    assert extract_last_table(render_page(staged))[-1].endswith(
+        " | 25.00 tokens/s | 40.00\\*2 + 38.00\\*2 GiB |"
+    )
 
 
-def test_another_unit_is_told() -> None:
+def test_another_unit_is_written_beside_the_value() -> None:
     values = {"p_infer_core": {"value": 371.94, "unit": "questions/s"}}
-    found = page(run("llama2-7b-mmlu", case__division="open", metrics=values), lang="en")
-    assert "371.9 questions/s" in table(found)[-1]
-    assert golden("1-row-1-division-open-in") in found
+    text = render_page(make_run("llama2-7b-mmlu", case__division="open", metrics=values), lang="en")
+    assert "371.9 questions/s" in extract_last_table(text)[-1]
+    assert golden("1-row-1-division-open-in") in text
 
 
-def test_lambada_says_what_it_is_with_padding_counted() -> None:
+def test_lambada_notes_the_rate_with_padding_counted() -> None:
     values = {"p_infer_core": (8700.4, "tokens/s"), "p_infer_core_padded": (427901.5, "tokens/s")}
     metrics = {name: {"value": value, "unit": unit} for name, (value, unit) in values.items()}
-    found = page(run("aquila2-34b-lambada", metrics=metrics), lang="en")
-    assert " | 8700 | " in table(found)[-1]
-    assert "> 2. row 1: p_infer_core_padded = 427902 tokens/s (" in found
-    assert "p_infer_whole_padded" not in found, "unknown"
+    text = render_page(make_run("aquila2-34b-lambada", metrics=metrics), lang="en")
+    assert " | 8700 | " in extract_last_table(text)[-1]
+    assert "> 2. row 1: p_infer_core_padded = 427902 tokens/s (" in text
+    assert "p_infer_whole_padded" not in text, "unknown"
 
 
 def test_made_data_are_not_the_published_set() -> None:
@@ -408,55 +432,59 @@ def test_made_data_are_not_the_published_set() -> None:
         mode="json"
     )
     change = {"case__size": "smoke", "case__question": smoke}
-    found = page(run("llama1-7b-openwebtext", **change, data__source="made"), lang="en")
-    assert "wget" not in found
-    assert golden("dataset-made-data-not-the-published") in found
-    assert golden("size-smoke-tiny-model-which-cannot") in found
-    given = page(run("llama1-7b-openwebtext", **change, data__source="owt"), lang="en")
-    assert "wget https://" in given
-    assert "| Dataset | openwebtext |  |" in given
+    text = render_page(make_run("llama1-7b-openwebtext", **change, data__source="made"), lang="en")
+    assert "wget" not in text
+    assert golden("dataset-made-data-not-the-published") in text
+    assert golden("size-smoke-tiny-model-which-cannot") in text
+    given_text = render_page(
+        make_run("llama1-7b-openwebtext", **change, data__source="owt"), lang="en"
+    )
+    assert "wget https://" in given_text
+    assert "| Dataset | openwebtext |  |" in given_text
 
 
 def test_one_page_for_each_case_and_accelerator() -> None:
     other = [{"name": "../../Chip|9000\n# x", "uuid": "u", "memory_bytes": 1 << 30}]
     changed = resolve.resolve_case("llama2-7b-mmlu").origins | {"question.seed": "command line"}
     records = [
-        run("llama2-7b-mmlu"),
-        run("llama2-7b-mmlu", environment__hardware__devices=other),
-        run("llama2-7b-mmlu", case__origins=changed),
-        run("glm-large-record"),
+        make_run("llama2-7b-mmlu"),
+        make_run("llama2-7b-mmlu", environment__hardware__devices=other),
+        make_run("llama2-7b-mmlu", case__origins=changed),
+        make_run("glm-large-record"),
     ]
-    found = flagperf_pages(records, "zh")
-    assert [(one.name, one.case, one.size) for one in found] == [
+    pages = flagperf_pages(records, "zh")
+    assert [(result.name, result.case, result.size) for result in pages] == [
         ("llama2-7b-mmlu-full-NVIDIA_A100-SXM4-80GB", "llama2-7b-mmlu", "full"),
         ("llama2-7b-mmlu-full-Chip_9000_x", "llama2-7b-mmlu", "full"),
         ("llama2-7b-mmlu-full-NVIDIA_A100-SXM4-80GB-2", "llama2-7b-mmlu", "full"),
         ("glm-large-record-full-NVIDIA_A100-SXM4-80GB", "glm-large-record", "full"),
     ]
-    assert "#### 3.1 ../../Chip\\|9000 # x\n" in found[1].text
-    assert "题目有改动：question.seed=0" in found[2].text
+    assert "#### 3.1 ../../Chip\\|9000 # x\n" in pages[1].text
+    assert "题目有改动：question.seed=0" in pages[2].text
 
 
-def test_a_record_brings_no_markup() -> None:
+def test_markup_in_a_record_is_escaped() -> None:
     hostile = "# <script>|`x`\n- y"
-    bad = run(
+    bad = make_run(
         "glm-large-record",
         weights={"source": hostile},
         site={"machine": hostile},
         engine={"name": "|a|", "details": {}},
     )
-    lines = page(bad).splitlines()
+    lines = render_page(bad).splitlines()
     assert lines[1] == "\\# &lt;script&gt;\\|\\`x\\` - y"
-    assert "<script>" not in page(bad)
-    assert all(len(re.findall(r"(?<!\\)\|", line)) == 11 for line in table(page(bad)))
+    assert "<script>" not in render_page(bad)
+    assert all(
+        len(re.findall(r"(?<!\\)\|", line)) == 11 for line in extract_last_table(render_page(bad))
+    )
 
 
 def test_a_task_without_a_page_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(flagperf.LAYOUTS, "mmlu")
     with pytest.raises(RequestError) as caught:
-        flagperf_pages([run("llama2-7b-mmlu")], "en")
-    said = "--layout flagperf: case llama2-7b-mmlu asks mmlu; FlagPerf has pages of "
-    assert str(caught.value) == said + "lambada, alpaca, openwebtext, superglue_record"
+        flagperf_pages([make_run("llama2-7b-mmlu")], "en")
+    expected = "--layout flagperf: case llama2-7b-mmlu asks mmlu; FlagPerf has pages of "
+    assert str(caught.value) == expected + "lambada, alpaca, openwebtext, superglue_record"
 
 
 @pytest.mark.parametrize("name", flagperf.LAYOUTS)
@@ -471,15 +499,17 @@ def test_both_languages_have_one_structure(name: str) -> None:
                 assert marks[0] == marks[1], en
                 assert re.findall(r"\{\w+\}", en) == re.findall(r"\{\w+\}", zh)
             case MetricList(heads, entries):
-                assert all(en and zh for en, zh in [*heads, *(one.name for one in entries)])
+                assert all(en and zh for en, zh in [*heads, *(item.name for item in entries)])
             case ValueTable(columns):
-                assert all(bool(one.setting) != bool(one.metrics) for one in columns)
+                assert all(bool(item.setting) != bool(item.metrics) for item in columns)
             case LinePerValue(prefix):
                 assert prefix.format(n=1).endswith((" ", "")), prefix
 
 
-def test_english_says_the_same() -> None:
-    zh, en = (page(run("glm-large-record"), lang=lang).splitlines() for lang in ("zh", "en"))
+def test_the_english_page_has_the_same_structure() -> None:
+    zh, en = (
+        render_page(make_run("glm-large-record"), lang=lang).splitlines() for lang in ("zh", "en")
+    )
     assert len(zh) == len(en)
     assert [line.count("|") for line in zh] == [line.count("|") for line in en]
     assert not re.search(r"[\u4e00-\u9fff]", "\n".join(en).replace("#数据集", ""))

@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 
-from fixtures.report import make
+from fixtures.report import make_record
 from steelyard import report
 from steelyard.cli import execute_runs
 from steelyard.record.record import Record
 from steelyard.report import group_data
 from steelyard.report.document import Heading, Page, Paragraph, Table, walk_elements
 
-WIDE = {"status": "invalid", "reasons": [{"code": "interval", "text": "too wide"}]}
+TOO_WIDE = {"status": "invalid", "reasons": [{"code": "interval", "text": "too wide"}]}
 
 
-def run(number: int, rate: float, **changes: Any) -> Record:
+def make_run(number: int, rate: float, **changes: Any) -> Record:
     """Return a run with this number as id and this rate; `changes` replaces fields."""
     metrics = {
         "tokens_per_device_s": {
@@ -25,33 +25,33 @@ def run(number: int, rate: float, **changes: Any) -> Record:
         "acc": {"value": 0.5, "unit": "fraction"},
         "mem": {"value": 10.0, "unit": "GiB"},
     }
-    return make(**({"metrics": metrics, "id": f"{number:032x}"} | changes))
+    return make_record(**({"metrics": metrics, "id": f"{number:032x}"} | changes))
 
 
-RUNS = [run(1, 98.0), run(2, 100.0), run(3, 50.0, **WIDE), run(4, 102.0)]
+RUNS = [make_run(1, 98.0), make_run(2, 100.0), make_run(3, 50.0, **TOO_WIDE), make_run(4, 102.0)]
 
 
-def shown(page: Page | None) -> list[list[tuple[str, str]]]:
+def list_cell_texts(page: Page | None) -> list[list[tuple[str, str]]]:
     """Return the text of each cell and the text below it, by row, of the page's only table."""
     assert page is not None
     [table] = [block for block in page.elements if isinstance(block, Table)]
     return [[(cell.text, cell.sub) for cell in row.cells] for row in table.rows]
 
 
-def test_a_row_a_metric() -> None:
+def test_each_metric_has_a_row() -> None:
     page = report.build_repeats_page(RUNS)
     assert page is not None
     title = "Repeats: llama2-7b-mmlu · full · torch · bf16 · closed · full · NVIDIA H200"
     assert page.elements[0] == Paragraph(title, "strong")
-    rate, mem, acc = shown(page)
-    runs = ("spread of the runs", "")
-    wide = ("3", "1 not valid, 1 for its interval alone")
+    rate, mem, acc = list_cell_texts(page)
+    source = ("spread of the runs", "")
+    counts = ("3", "1 not valid, 1 for its interval alone")
     assert rate == [
         ("rate", "tokens/s"),
-        wide,
+        counts,
         ("100.0", ""),
         ("95.03 – 105.0", ""),
-        runs,
+        source,
         ("2.0%", ""),
         ("98.00", ""),
         ("102.0", ""),
@@ -61,7 +61,7 @@ def test_a_row_a_metric() -> None:
         ("3", ""),
         ("10.0", ""),
         ("10.0 – 10.0", ""),
-        runs,
+        source,
         ("0.0%", ""),
         ("10.0", ""),
         ("10.0", ""),
@@ -81,8 +81,8 @@ def test_a_row_a_metric() -> None:
     )
 
 
-def test_one_valid_run_says_that_its_interval_is_its_own() -> None:
-    rate, *_ = shown(report.build_repeats_page([RUNS[0], RUNS[2]]))
+def test_one_valid_run_has_the_interval_of_its_steps() -> None:
+    rate, *_ = list_cell_texts(report.build_repeats_page([RUNS[0], RUNS[2]]))
     texts = [text for text, _ in rate]
     assert texts == [
         "rate",
@@ -97,7 +97,7 @@ def test_one_valid_run_says_that_its_interval_is_its_own() -> None:
 
 
 def test_no_valid_run_is_named_without_a_table() -> None:
-    page = report.build_repeats_page([RUNS[2], run(5, 1.0, **WIDE)])
+    page = report.build_repeats_page([RUNS[2], make_run(5, 1.0, **TOO_WIDE)])
     assert page is not None
     assert [block for block in page.elements if isinstance(block, Table)] == []
     assert page.elements[1] == Paragraph(
@@ -125,9 +125,11 @@ def test_a_page_has_the_section_where_runs_were_repeated() -> None:
         assert "95.03" in report.render(RUNS, format_, "en")
 
 
-def test_a_quality_that_was_not_evaluated_says_so() -> None:
+def test_a_quality_that_was_not_evaluated_is_marked() -> None:
     unjudged = {"metric": "acc", "value": 0.5, "gate": None, "evaluated": False, "note": None}
-    *_, acc = shown(report.build_repeats_page([run(1, 98.0, quality=unjudged), run(2, 98.0)]))
+    *_, acc = list_cell_texts(
+        report.build_repeats_page([make_run(1, 98.0, quality=unjudged), make_run(2, 98.0)])
+    )
     assert acc[2] == ("50.0%", "not evaluated")
 
 
@@ -136,10 +138,16 @@ def test_json_and_text_of_the_command_line(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == ""
     execute_runs.print_repeats(RUNS, wide=True)
     assert capsys.readouterr().out.startswith("\nRepeats: llama2-7b-mmlu")
-    [found] = [one.model_dump(mode="json") for one in group_data.collect_repeats(RUNS)]
-    assert found["records"] == [f"{n:032x}" for n in (1, 2, 4)]
-    assert found["not_valid"] == [{"id": f"{3:032x}", "status": "invalid", "reasons": ["interval"]}]
-    assert (found["interval_only"], found["engine"], found["scope"]["kind"]) == (1, "torch", "full")
+    [content] = [repeated.model_dump(mode="json") for repeated in group_data.collect_repeats(RUNS)]
+    assert content["records"] == [f"{n:032x}" for n in (1, 2, 4)]
+    assert content["not_valid"] == [
+        {"id": f"{3:032x}", "status": "invalid", "reasons": ["interval"]}
+    ]
+    assert (content["interval_only"], content["engine"], content["scope"]["kind"]) == (
+        1,
+        "torch",
+        "full",
+    )
     mem = {
         "unit": "GiB",
         "runs": 3,
@@ -147,5 +155,5 @@ def test_json_and_text_of_the_command_line(capsys: pytest.CaptureFixture[str]) -
         "interval": [10.0, 10.0],
         "interval_from": "runs",
     }
-    assert found["metrics"]["mem"] == mem | {"deviation": 0.0, "lowest": 10.0, "highest": 10.0}
+    assert content["metrics"]["mem"] == mem | {"deviation": 0.0, "lowest": 10.0, "highest": 10.0}
     assert [*group_data.collect_repeats(RUNS[:1])] == []

@@ -11,8 +11,15 @@ import pytest
 from pydantic import ValidationError
 
 from fixtures.golden import golden
-from fixtures.pages import html_text
-from fixtures.report import ENVIRONMENT, METRICS, everything, hostile, make, samples
+from fixtures.pages import parse_html
+from fixtures.report import (
+    ENVIRONMENT,
+    METRICS,
+    make_hostile_record,
+    make_record,
+    make_records_of_all_statuses,
+    make_samples,
+)
 from steelyard import report
 from steelyard.case.resolve import resolve_case
 from steelyard.errors import RequestError
@@ -34,22 +41,22 @@ from steelyard.report.numbers import format_count, format_number, format_setting
 from steelyard.report.plain_text import clean_line, clean_lines, display_width, wrap_text
 
 
-def line_with(text: str, start: str) -> str:
+def find_line(text: str, start: str) -> str:
     """Return the first line of the text that begins with `start`."""
     return next(line for line in text.splitlines() if line.startswith(start))
 
 
-def own(name: str) -> str:
+def read_template(name: str) -> str:
     """Return the text of a file in the report's folder of templates."""
     return (Path(as_html.__file__).parent / "templates" / name).read_text("utf-8")
 
 
-def scripts(text: str) -> list[str]:
+def extract_scripts(text: str) -> list[str]:
     """Return the bodies of the script elements of an HTML text."""
     return re.findall(r"<script>(.*?)</script>", text, re.S)
 
 
-def sha256(text: str) -> str:
+def compute_csp_hash(text: str) -> str:
     """Return the hash of a text as a content security policy writes it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
@@ -58,9 +65,9 @@ VALUES = ["38,120", "38,645", "45,903", "46,387", "62.1%", "45.8%/45.8%", "31.3/
 
 
 def test_rows_in_text() -> None:
-    text = report.render([make()], "text", "en")
+    text = report.render([make_record()], "text", "en")
     rates = ["p_val_whole", "p_val_core", "p_infer_whole", "*p_infer_core"]
-    assert line_with(text, "tool").split() == (
+    assert find_line(text, "tool").split() == (
         [
             "tool",
             "precision",
@@ -73,7 +80,7 @@ def test_rows_in_text() -> None:
             "energy",
         ]
     )
-    assert line_with(text, "#1 torch").split() == [
+    assert find_line(text, "#1 torch").split() == [
         "#1",
         "torch",
         "bf16",
@@ -81,9 +88,9 @@ def test_rows_in_text() -> None:
         "412.6",
         *VALUES,
     ]
-    assert line_with(text, "valid, full") == "valid, full"
+    assert find_line(text, "valid, full") == "valid, full"
     name = ["NVIDIA", "A100-SXM4-40GB", "×", "1"]
-    assert line_with(text, "NVIDIA A100-SXM4-40GB").split()[:4] == name
+    assert find_line(text, "NVIDIA A100-SXM4-40GB").split()[:4] == name
     published = [
         "fp32",
         "/",
@@ -104,12 +111,12 @@ def test_rows_in_text() -> None:
     assert "Published as fp32, ran as tf32." in text
     assert "- Accelerator:             NVIDIA H200 (139.8 GiB)\n" in text
     assert golden("parallel-strategy-1-1-nodes-devices") in text
-    assert line_with(text, "infer ").split() == ["infer", "70.35", "17.1%"]
-    assert line_with(text, "sum of the parts").split()[-2:] == ["412.6", "100.0%"]
+    assert find_line(text, "infer ").split() == ["infer", "70.35", "17.1%"]
+    assert find_line(text, "sum of the parts").split()[-2:] == ["412.6", "100.0%"]
 
 
 def test_rows_in_markdown() -> None:
-    en, zh = (report.render(everything(), "md", lang) for lang in report.LANGS)
+    en, zh = (report.render(make_records_of_all_statuses(), "md", lang) for lang in report.LANGS)
     assert "| #1 torch<br>valid, full | bf16 | closed | 412.6 | 38,120<br>tokens/s |" in en
     assert "| #2 torch<br>valid, window: 1404 samples | bf16 | open | 412.6 |" in en
     assert "| **371.9**<br>questions/s | **/** | 45.8%/45.8%<br>not evaluated | 31.3/139.8 |" in en
@@ -126,7 +133,7 @@ def test_rows_in_markdown() -> None:
 
 
 def test_rows_in_html() -> None:
-    rows = html_text(report.render([make()], "html", "en")).rows
+    rows = parse_html(report.render([make_record()], "html", "en")).rows
     assert ["#1 torch valid, full", "bf16", "closed", "412.6", *VALUES] in rows
     assert [
         "#1 NVIDIA H200 × 1 · torch · bf16 · closed",
@@ -156,9 +163,9 @@ def test_rows_in_html() -> None:
 
 
 @pytest.mark.parametrize("lang", report.LANGS)
-def test_html_is_whole_and_loads_nothing(lang: str) -> None:
-    text = report.render(everything(), "html", lang)
-    page = html_text(text)
+def test_html_is_well_formed_and_loads_nothing(lang: str) -> None:
+    text = report.render(make_records_of_all_statuses(), "html", lang)
+    page = parse_html(text)
     assert page.open == []
     assert page.tags.isdisjoint({"img", "link", "iframe", "object", "base", "form"})
     assert {name for name, _ in page.attributes}.isdisjoint(
@@ -167,16 +174,16 @@ def test_html_is_whole_and_loads_nothing(lang: str) -> None:
     ids = [value for name, value in page.attributes if name == "id"]
     links = {value for name, value in page.attributes if name == "href"}
     assert len(ids) == len(set(ids))
-    assert links == {f"#{one}" for one in ids if one != "open-all"}
-    assert scripts(text) == [own("page.js")]
+    assert links == {f"#{anchor}" for anchor in ids if anchor != "open-all"}
+    assert extract_scripts(text) == [read_template("page.js")]
     policy = next(
         value
         for name, value in page.attributes
         if name == "content" and value and "default-src" in value
     )
     assert policy.startswith(
-        f"default-src 'none'; style-src '{sha256(own('style.css'))}'; script-src"
-        f" '{sha256(own('page.js'))}';"
+        f"default-src 'none'; style-src '{compute_csp_hash(read_template('style.css'))}'; script-src"
+        f" '{compute_csp_hash(read_template('page.js'))}';"
     )
     assert "@import" not in text
     assert "url(" not in text
@@ -186,13 +193,13 @@ def test_html_is_whole_and_loads_nothing(lang: str) -> None:
 
 
 @pytest.mark.parametrize("lang", report.LANGS)
-def test_hostile_text_stays_text(lang: str) -> None:
-    records = [hostile(), make()]
+def test_hostile_text_is_escaped(lang: str) -> None:
+    records = [make_hostile_record(), make_record()]
     html = report.render(records, "html", lang)
-    page = html_text(html)
+    page = parse_html(html)
     assert page.tags.isdisjoint({"img"})
     assert page.open == []
-    assert scripts(html) == [own("page.js")]
+    assert extract_scripts(html) == [read_template("page.js")]
     assert "<script>alert(1)</script>" in page.text
     md = report.render(records, "md", lang)
     fenced = re.compile(r"^(`{3,})text\n.*?\n\1$", re.M | re.S)
@@ -209,11 +216,11 @@ def test_hostile_text_stays_text(lang: str) -> None:
     text = report.render(records, "text", lang) + report.render_text(
         report.build_summary_page(records, "zh" if lang == "zh" else "en")
     )
-    for out in (html, md, text):
-        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", out)
+    for rendered in (html, md, text):
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", rendered)
 
 
-def test_clean() -> None:
+def test_clean_removes_control_sequences() -> None:
     assert (
         clean_line("a\x1b[31mred\x1b[0m\x1b]0;t\x07 \x9b1mb\r\nc\u202ed\ue000\x00")
         == "ared b cd\ue000"
@@ -241,8 +248,8 @@ def test_wide_characters_align() -> None:
     )
 
 
-def test_numbers() -> None:
-    said = {
+def test_number_formats() -> None:
+    expected = {
         0.6206: "62.1%",
         0.99964: "99.96%",
         0.00421: "0.42%",
@@ -251,7 +258,7 @@ def test_numbers() -> None:
         1.0402: "104.0%",
         1e-9: "0.000%",
     }
-    assert {value: format_number("percent", value) for value in said} == said
+    assert {value: format_number("percent", value) for value in expected} == expected
     assert [
         format_number("number", v)
         for v in (46387.2, 371.94, 59.38, 0.014577, 1.4529e17, 0, None, math.nan, math.inf)
@@ -273,11 +280,11 @@ def test_numbers() -> None:
     )
 
 
-def test_no_number_but_the_records() -> None:
+def test_a_page_has_only_numbers_of_the_record() -> None:
     """With all metrics, parts of the budget and references replaced by one number, only that number
     and those of the machine and the case are on the page.
     """
-    other = make(
+    other = make_record(
         metrics={name: {"value": 7.0, "unit": "u"} for name in METRICS},
         budget={"all": 7.0},
         case__reference=[],
@@ -316,7 +323,7 @@ def test_no_number_but_the_records() -> None:
 
 
 def test_failed_and_invalid_say_why() -> None:
-    text = report.render(everything(), "text", "en")
+    text = report.render(make_records_of_all_statuses(), "text", "en")
     assert "quality  acc 0.4321 misses its gate 0.458 within 0.01" in text
     assert "gate   not ok  0.4321 is not within 0.01 of 0.458" in text
     assert golden("oom-the-run-failed-rank-0") in text
@@ -332,7 +339,9 @@ def test_sizes_of_a_case_have_tables_of_their_own() -> None:
             mode="json"
         ),
     }
-    text = report.render([make(), make(**smoke), make(**smoke, environment=other)], "md", "en")
+    text = report.render(
+        [make_record(), make_record(**smoke), make_record(**smoke, environment=other)], "md", "en"
+    )
     assert text.startswith("# Steelyard report\n")
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
         "## llama2-7b-mmlu · full",
@@ -343,9 +352,9 @@ def test_sizes_of_a_case_have_tables_of_their_own() -> None:
     assert text.count("- Driver: 570.86") == 2
     assert text.count("- Driver: 999.1") == 1
     first, second = text.partition("## llama2-7b-mmlu · smoke")[::2]
-    alone = "The published rows are of size full; runs of size smoke cannot be compared with them."
+    notice = "The published rows are of size full; runs of size smoke cannot be compared with them."
     # it stands below both tables of the smoke runs
-    assert (first.count(alone), second.partition("## What")[0].count(alone)) == (0, 2)
+    assert (first.count(notice), second.partition("## What")[0].count(notice)) == (0, 2)
     assert "| NVIDIA H200 × 1<br>#1 |" in first
     assert "| NVIDIA H200 × 1<br>#1, #2 |" in second
     assert golden("nvidia-200-1-amd-epyc-9454") in text
@@ -363,14 +372,14 @@ def test_a_bare_record_is_shown() -> None:
     }
     published = {"source": "", "config": "", "published_as": "", "ran_as": "", "values": {}}
     environment = {"hardware": {"devices": []}, "software": {}, "source": {}}
-    bare = make(
+    bare = make_record(
         environment=environment, weights={"source": None}, case__reference=[published], **nothing
     )
     for name in report.FORMATS:
         assert "/" in report.render([bare], name, "en")
 
 
-def test_absurd_numbers_do_not_stop_a_page() -> None:
+def test_extreme_numbers_are_rendered() -> None:
     telemetry = [
         {
             "device": "GPU-0",
@@ -384,7 +393,7 @@ def test_absurd_numbers_do_not_stop_a_page() -> None:
         "p_infer_core": {"value": 5e300, "unit": "tokens/s"},
     }
     budget = {"a": 1e9, "b": -1e9, "c": 1e-300}
-    record = make(
+    record = make_record(
         telemetry=telemetry,
         metrics=metrics,
         budget=budget,
@@ -393,7 +402,7 @@ def test_absurd_numbers_do_not_stop_a_page() -> None:
     assert "5.000e300" in report.render([record], "html", "en")
 
 
-ABSURD: list[tuple[str, Any]] = [
+IMPOSSIBLE_VALUES: list[tuple[str, Any]] = [
     ("telemetry", [{"device": "a", "period_s": 1.0, "columns": {"t_s": [10**400]}}]),
     ("telemetry", [{"device": "a", "period_s": 1.0, "columns": {"t_s": ["x"]}}]),
     (
@@ -415,21 +424,21 @@ ABSURD: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("place", "value"), ABSURD, ids=lambda x: str(x)[:60])
-def test_what_no_machine_says_is_no_record(place: str, value: Any) -> None:
+@pytest.mark.parametrize(("place", "value"), IMPOSSIBLE_VALUES, ids=lambda x: str(x)[:60])
+def test_impossible_values_are_refused(place: str, value: Any) -> None:
     with pytest.raises(ValidationError):
-        make(**{place: value})
+        make_record(**{place: value})
 
 
-def test_charts() -> None:
-    blocks = list(walk_elements(report.build_report_page([make()], "en").elements))
+def test_charts_of_a_scoring_run() -> None:
+    blocks = list(walk_elements(report.build_report_page([make_record()], "en").elements))
     charts = [block for block in blocks if isinstance(block, LineChart)]
     assert [chart.title for chart in charts] == [
         "Rate of each batch, infer pass",
         "Device power",
         "Device clock",
     ]
-    first = make().samples[0]
+    first = make_record().samples[0]
     assert charts[0].series[0].points[0] == (first.end_s / 2, 32768 / first.end_s)
     assert (charts[0].level, charts[0].level_label) == (46387.2, "p_infer_core")
     assert charts[1].series[0].points[50] == (25.0, None)
@@ -451,8 +460,8 @@ def test_charts() -> None:
     assert [tick.text for tick in drawn.y_ticks] == ["0", "20", "40", "60", "80", "100"]
 
 
-def test_many_samples_are_put_together_as_totals() -> None:
-    record = make(samples=samples(count=1000))
+def test_many_samples_are_merged_by_their_totals() -> None:
+    record = make_record(samples=make_samples(count=1000))
     [chart, *_] = [
         block
         for block in walk_elements(report.build_report_page([record], "en").elements)
@@ -467,19 +476,21 @@ def test_many_samples_are_put_together_as_totals() -> None:
 @pytest.mark.parametrize(
     ("format", "lang", "said"), [("pdf", "en", "text, md, html"), ("md", "fr", "en, zh")]
 )
-def test_unknown_requests(format: str, lang: str, said: str) -> None:
+def test_unknown_formats_and_languages_are_refused(format: str, lang: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        report.render([make()], format, lang)
+        report.render([make_record()], format, lang)
     with pytest.raises(RequestError, match="no record"):
         report.render([], "md", "en")
 
 
 def test_steps_without_work_are_not_drawn() -> None:
-    steps = [{**step, "pass": "val"} for step in samples(count=3)]
+    steps = [{**step, "pass": "val"} for step in make_samples(count=3)]
     steps.append({**steps[-1], "step": 3, "start_s": 2.2, "end_s": 2.3, "counts": {}})
     [chart, *_] = [
         block
-        for block in walk_elements(report.build_report_page([make(samples=steps)], "en").elements)
+        for block in walk_elements(
+            report.build_report_page([make_record(samples=steps)], "en").elements
+        )
         if isinstance(block, LineChart)
     ]
     assert (chart.title, len(chart.series[0].points), chart.level) == (
@@ -491,11 +502,11 @@ def test_steps_without_work_are_not_drawn() -> None:
 
 def test_config_is_written_as_published_pages_do() -> None:
     plan = {"nodes": 2, "devices": 8, "tp": 2, "pp": 1, "dp": 8, "launcher": "local"}
-    record = make(plan=plan)
+    record = make_record(plan=plan)
     text = report.render([record], "text", "en")
     assert "#1 NVIDIA H200 × 16 · torch · bf16 · closed · 2x8 TP2PP1DP8" in text
     assert "2x8 (nodes x devices), TP2PP1DP8, launcher local" in text
-    assert line_with(text, "#1 torch  ").split()[:6] == [
+    assert find_line(text, "#1 torch  ").split()[:6] == [
         "#1",
         "torch",
         "bf16",

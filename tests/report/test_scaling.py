@@ -5,31 +5,33 @@ devices.
 from typing import Any
 
 from fixtures.golden import golden
-from fixtures.pages import html_text
-from fixtures.report import make
+from fixtures.pages import parse_html
+from fixtures.report import make_record
 from steelyard import report
 from steelyard.record.record import Record
 
 
-def scaled(
-    devices: int, rate: float, ends: tuple[float, float] | None = None, **changes: Any
+def make_run(
+    devices: int, rate: float, interval: tuple[float, float] | None = None, **changes: Any
 ) -> Record:
     """Return a run on `devices` devices of one node, each of which does `rate` tokens a second."""
-    metrics = {"tokens_per_device_s": {"value": rate, "unit": "tokens/s/device", "interval": ends}}
+    metrics = {
+        "tokens_per_device_s": {"value": rate, "unit": "tokens/s/device", "interval": interval}
+    }
     plan = {"nodes": 1, "devices": devices, "tp": 1, "pp": 1, "dp": devices, "launcher": "local"}
-    return make(plan=plan, metrics=metrics, id=f"{devices:012}", **changes)
+    return make_record(plan=plan, metrics=metrics, id=f"{devices:012}", **changes)
 
 
-SCALED = [
-    scaled(1, 1000.0, (970.0, 1040.0)),
-    scaled(8, 800.0, (776.0, 840.0)),
-    scaled(8, 820.0),
-    scaled(2, 950.0),
+RUNS = [
+    make_run(1, 1000.0, (970.0, 1040.0)),
+    make_run(8, 800.0, (776.0, 840.0)),
+    make_run(8, 820.0),
+    make_run(2, 950.0),
 ]
 
 
 def test_scaling_in_html() -> None:
-    rows = html_text(report.render(SCALED[:2], "html", "en")).rows
+    rows = parse_html(report.render(RUNS[:2], "html", "en")).rows
     ends = ["6.080 – 6.773", "76.0% – 84.7%"]
     assert [
         "config",
@@ -61,7 +63,7 @@ def test_scaling_in_html() -> None:
 
 
 def test_scaling_in_markdown() -> None:
-    en, zh = (report.render(SCALED, "md", lang) for lang in report.LANGS)
+    en, zh = (report.render(RUNS, "md", lang) for lang in report.LANGS)
     assert (
         "\n### Scaling\n\n**Runs #1, #2, #3, #4: torch · bf16 · closed · full · NVIDIA H200**\n"
         in en
@@ -76,16 +78,16 @@ def test_scaling_in_markdown() -> None:
 
 def test_scaling_is_shown_where_there_are_two_numbers_of_devices() -> None:
     for records in (
-        [SCALED[1], SCALED[2]],
-        [SCALED[0], scaled(8, 800.0, status="invalid")],
-        [make()],
+        [RUNS[1], RUNS[2]],
+        [RUNS[0], make_run(8, 800.0, status="invalid")],
+        [make_record()],
     ):
         assert "Scaling" not in report.render(records, "text", "en")
         assert report.build_scaling_page(records) is None
 
 
-def test_groups_of_a_sweep_say_in_what_they_differ() -> None:
-    records = [scaled(n, 100.0, tune__batch_tokens=size) for n in (1, 2) for size in (64, 128)]
+def test_groups_of_a_sweep_name_the_setting_that_differs() -> None:
+    records = [make_run(n, 100.0, tune__batch_tokens=size) for n in (1, 2) for size in (64, 128)]
     page = report.build_scaling_page(records, "en")
     assert page is not None
     text = report.render_text(page)

@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 
 from fixtures.golden import golden
-from fixtures.report import everything, failed, make, rated, two_accelerators
+from fixtures.report import (
+    make_failed_record,
+    make_rated_record,
+    make_record,
+    make_records_of_all_statuses,
+    make_records_of_two_accelerators,
+)
 from steelyard import report
 from steelyard.record.record import Record
 from steelyard.report import chart_geometry, charts
@@ -38,33 +44,33 @@ PUBLISHED = {
 }
 
 
-def kinds(page: report.Page) -> list[str]:
+def list_block_kinds(page: report.Page) -> list[str]:
     """Return the class names of the page's top-level blocks."""
     return [type(block).__name__ for block in page.elements]
 
 
-def said(records: list[Record], lang: Any = "en") -> str:
+def render_summary(records: list[Record], lang: Any = "en") -> str:
     """Return the text of the page's only summary paragraph."""
     [text] = [
-        one.text
-        for one in report.build_report_page(records, lang).elements
-        if isinstance(one, Paragraph) and one.tone == "lead"
+        block.text
+        for block in report.build_report_page(records, lang).elements
+        if isinstance(block, Paragraph) and block.tone == "lead"
     ]
     return text
 
 
-def shown(found: Table) -> list[list[str]]:
+def list_cell_texts(table: Table) -> list[list[str]]:
     """Return the text of each cell with the text below it, by row."""
-    return [[f"{cell.text} {cell.sub}".strip() for cell in row.cells] for row in found.rows]
+    return [[f"{cell.text} {cell.sub}".strip() for cell in row.cells] for row in table.rows]
 
 
-def only_table(records: list[Record]) -> Table:
+def render_table(records: list[Record]) -> Table:
     """Return the comparison table of the records' only case."""
     [runs] = group_by_case(records).values()
     return build_comparison_table(runs, EN)
 
 
-def only_chart(records: list[Record]) -> BarChart:
+def render_chart(records: list[Record]) -> BarChart:
     """Return the only bar chart of the records' only case."""
     [runs] = group_by_case(records).values()
     [chart] = charts.build_case_charts(runs, "c", EN)
@@ -73,8 +79,8 @@ def only_chart(records: list[Record]) -> BarChart:
 
 
 def test_the_comparison_comes_first() -> None:
-    page = report.build_report_page(two_accelerators(), "en")
-    names = kinds(page)
+    page = report.build_report_page(make_records_of_two_accelerators(), "en")
+    names = list_block_kinds(page)
     head = [
         "Heading",
         "Paragraph",
@@ -101,56 +107,63 @@ def test_the_comparison_comes_first() -> None:
 
 
 def test_runs_of_one_id_have_anchors_of_their_own() -> None:
-    [runs] = group_by_case([make(), make(), make(id='Ab" x<9')]).values()
+    [runs] = group_by_case([make_record(), make_record(), make_record(id='Ab" x<9')]).values()
     assert [run.anchor for run in runs] == ["run-0f3c9a7e", "run-0f3c9a7e-2", "run-ab-x-9"]
 
 
-def test_a_day_is_a_day() -> None:
+def test_measured_dates_are_days() -> None:
     assert (
-        build_date_paragraph([make(), make(created="2026-03-01T00:00:00+00:00")], EN).text
+        build_date_paragraph(
+            [make_record(), make_record(created="2026-03-01T00:00:00+00:00")], EN
+        ).text
         == "Measured 2026-01-02 to 2026-03-01"
     )
-    assert build_date_paragraph([make(created="<script>")], EN).text == "Measured /"
+    assert build_date_paragraph([make_record(created="<script>")], EN).text == "Measured /"
 
 
 def test_machines_are_one_line_each() -> None:
     host = "AMD EPYC 9454 48-Core Processor, 16 cores, 128.0 GiB · Ubuntu 24.04 · driver 570.86"
-    assert list_machines(two_accelerators(), EN) == Facts(
+    assert list_machines(make_records_of_two_accelerators(), EN) == Facts(
         (Fact("NVIDIA H200 × 1", f"{host} · 3 runs"), Fact("NVIDIA A100 × 1", f"{host} · 2 runs"))
     )
-    named = make(site={"machine": "rack 7"})
-    assert list_machines([make(), named], EN) == Facts(
+    named = make_record(site={"machine": "rack 7"})
+    assert list_machines([make_record(), named], EN) == Facts(
         (Fact("NVIDIA H200 × 1", f"{host} · rack 7 · 2 runs"),)
     )
 
 
 def test_the_summary_compares_accelerators() -> None:
-    assert said(two_accelerators()) == (golden("5-runs-of-1-case-on"))
+    assert render_summary(make_records_of_two_accelerators()) == (golden("5-runs-of-1-case-on"))
     chinese = (
         "在 llama2-7b-mmlu（bf16，closed） 上，NVIDIA H200 的单卡速度是 NVIDIA A100 的 2.000 倍（95"
         " % 区间 1.933 – 2.067）。"
     )
-    assert chinese in said(two_accelerators(), "zh")
+    assert chinese in render_summary(make_records_of_two_accelerators(), "zh")
 
 
 def test_the_summary_of_one_accelerator() -> None:
-    text = said(
-        [rated(1, 40000.0), rated(2, None, status="failed", reasons=[{"code": "oom", "text": "x"}])]
+    text = render_summary(
+        [
+            make_rated_record(1, 40000.0),
+            make_rated_record(2, None, status="failed", reasons=[{"code": "oom", "text": "x"}]),
+        ]
     )
     assert text == (golden("2-runs-of-1-case-on"))
-    assert said([failed()]).startswith(golden("1-run-of-1-case-on"))
-    assert said([rated(1, 1.0)]).endswith("All runs are valid.")
+    assert render_summary([make_failed_record()]).startswith(golden("1-run-of-1-case-on"))
+    assert render_summary([make_rated_record(1, 1.0)]).endswith("All runs are valid.")
 
 
-def test_smoke_runs_are_no_result() -> None:
-    text = said([rated(1, 40000.0), rated(2, 90000.0, case__size="smoke")])
+def test_smoke_runs_are_not_in_the_summary() -> None:
+    text = render_summary(
+        [make_rated_record(1, 40000.0), make_rated_record(2, 90000.0, case__size="smoke")]
+    )
     assert "90,000" not in text
     assert golden("1-run-of-size-smoke-show") in text
 
 
 def test_rows_of_the_table() -> None:
-    found = only_table(two_accelerators())
-    heads = [(column.title, column.sub, column.priority) for column in found.columns]
+    table = render_table(make_records_of_two_accelerators())
+    heads = [(column.title, column.sub, column.priority) for column in table.columns]
     assert heads == [
         ("accelerator", "", 1),
         ("engine", "plan", 1),
@@ -163,11 +176,11 @@ def test_rows_of_the_table() -> None:
         ("energy", "J/token", 2),
         ("status", "", 1),
     ]
-    fast, torch, other, *rest = shown(found)
-    asked = ["transformers TP1PP1DP1", "bf16 closed", "order=1 full"]
+    fast, torch, other, *others = list_cell_texts(table)
+    settings = ["transformers TP1PP1DP1", "bf16 closed", "order=1 full"]
     assert fast == [
         "NVIDIA H200 × 1 #2",
-        *asked,
+        *settings,
         "42,000 41,000 – 43,000",
         "42.0%",
         "/",
@@ -181,27 +194,27 @@ def test_rows_of_the_table() -> None:
         "valid 1 of 2 valid, interval",
     )
     assert other[0] == "NVIDIA A100 × 1 #5"
-    assert found.pinned
-    assert found.rows[0].cells[0].links == (Link("#2", "run-00000002"),)
-    assert [row[0] for row in rest[:1]] == ["NVIDIA A100 × 1 #4"]
+    assert table.pinned
+    assert table.rows[0].cells[0].links == (Link("#2", "run-00000002"),)
+    assert [row[0] for row in others[:1]] == ["NVIDIA A100 × 1 #4"]
 
 
-def test_published_rows_follow() -> None:
-    found = only_table([rated(1, 40000.0, case__reference=[PUBLISHED])])
-    row = shown(found)[1]
+def test_published_rows_follow_measured_ones() -> None:
+    table = render_table([make_rated_record(1, 40000.0, case__reference=[PUBLISHED])])
+    row = list_cell_texts(table)[1]
     name = ["NVIDIA A100-SXM4-40GB × 8 published [1]", "PyTorch 1.8", "fp32 ran fp16", ""]
     assert row == [*name, "10,000", "50.0% nominal", "/", "33.0", "/", ""]
-    assert found.rows[1].kind == "published"
-    assert found.footnotes[1].startswith("Published, not measured here: [1];")
-    md = report.render([rated(1, 40000.0, case__reference=[PUBLISHED])], "md", "en")
+    assert table.rows[1].kind == "published"
+    assert table.footnotes[1].startswith("Published, not measured here: [1];")
+    md = report.render([make_rated_record(1, 40000.0, case__reference=[PUBLISHED])], "md", "en")
     assert "| _fp32_<br>ran fp16 |  | _10,000_ |" in md
 
 
 def test_bars_have_intervals_and_published_lines() -> None:
-    chart = only_chart(
+    chart = render_chart(
         [
-            rated(1, 40000.0, (39000.0, 41000.0), case__reference=[PUBLISHED]),
-            rated(
+            make_rated_record(1, 40000.0, (39000.0, 41000.0), case__reference=[PUBLISHED]),
+            make_rated_record(
                 2, 20000.0, status="invalid", case__precision="fp16", case__reference=[PUBLISHED]
             ),
         ]
@@ -230,35 +243,40 @@ def test_bars_have_intervals_and_published_lines() -> None:
     )
 
 
-def test_an_axis_is_cut_where_nothing_could_be_seen_and_says_so() -> None:
-    first, *_ = only_chart(
+def test_an_axis_of_close_values_is_cut_with_a_note() -> None:
+    first, *_ = render_chart(
         [
-            rated(1, 40000.0, case__reference=[]),
-            rated(2, 39000.0, case__precision="fp16", case__reference=[]),
+            make_rated_record(1, 40000.0, case__reference=[]),
+            make_rated_record(2, 39000.0, case__precision="fp16", case__reference=[]),
         ]
     ).panels
     assert (first.low, first.high) == (37000.0, 40800.0)
     assert first.note == golden("the-axis-starts-at-37-000")
-    alone, *_ = only_chart([rated(1, 40000.0)]).panels
-    assert (alone.low, alone.note) == (0.0, "")
+    only_panel, *_ = render_chart([make_rated_record(1, 40000.0)]).panels
+    assert (only_panel.low, only_panel.note) == (0.0, "")
 
 
 def test_a_smoke_run_has_no_published_line() -> None:
-    chart = only_chart([rated(1, 40000.0, case__size="smoke", case__reference=[PUBLISHED])])
+    chart = render_chart(
+        [make_rated_record(1, 40000.0, case__size="smoke", case__reference=[PUBLISHED])]
+    )
     assert [panel.references for panel in chart.panels] == [(), (), ()]
 
 
 def test_units_of_rates_have_charts_of_their_own() -> None:
     per_s = {"samples_per_s": {"value": 300.0, "unit": "questions/s"}}
     [runs] = group_by_case(
-        [rated(1, 40000.0), make(id="9" * 32, case__division="open", metrics=per_s)]
+        [
+            make_rated_record(1, 40000.0),
+            make_record(id="9" * 32, case__division="open", metrics=per_s),
+        ]
     ).values()
-    found = charts.build_case_charts(runs, "c", EN)
-    assert [chart.panels[0].unit for chart in found if isinstance(chart, BarChart)] == [
+    case_charts = charts.build_case_charts(runs, "c", EN)
+    assert [chart.panels[0].unit for chart in case_charts if isinstance(chart, BarChart)] == [
         "tokens/s",
         "questions/s",
     ]
-    assert [row[4] for row in shown(build_comparison_table(runs, EN))][:2] == [
+    assert [row[4] for row in list_cell_texts(build_comparison_table(runs, EN))][:2] == [
         "40,000",
         "300.0 questions/s",
     ]
@@ -268,30 +286,32 @@ def test_a_chart_keeps_the_best_of_every_engine_and_precision() -> None:
     """The slowest two of 14 runs are the only ones of their engine and precision: runs like the
     best one are left out instead.
     """
-    many = [
-        rated(number, 50000.0 - 100 * number, tune__batch_tokens=1024 * number)
+    similar = [
+        make_rated_record(number, 50000.0 - 100 * number, tune__batch_tokens=1024 * number)
         for number in range(1, 13)
     ]
     others = [
-        rated(13, 900.0, engine__name="transformers"),
-        rated(14, 800.0, case__precision="fp32"),
+        make_rated_record(13, 900.0, engine__name="transformers"),
+        make_rated_record(14, 800.0, case__precision="fp32"),
     ]
-    chart = only_chart([*many, *others])
+    chart = render_chart([*similar, *others])
     assert len(chart.rows) == charts.MAX_ROWS == 10
     assert [bar.value for bar in chart.panels[0].bars] == [
         50000.0 - 100 * number for number in range(1, 9)
     ] + [900.0, 800.0]
 
 
-def test_nothing_to_draw_is_no_chart() -> None:
-    [runs] = group_by_case([failed()]).values()
+def test_without_rates_there_is_no_chart() -> None:
+    [runs] = group_by_case([make_failed_record()]).values()
     assert charts.build_case_charts(runs, "c", EN) == []
-    [runs] = group_by_case([rated(1, 1e20)]).values()
+    [runs] = group_by_case([make_rated_record(1, 1e20)]).values()
     assert charts.build_case_charts(runs, "c", EN) == []
 
 
-def test_places_are_shares_of_the_width() -> None:
-    chart = only_chart([rated(1, 40000.0, (30000.0, 50000.0), case__reference=[PUBLISHED])])
+def test_bar_positions_are_shares_of_the_width() -> None:
+    chart = render_chart(
+        [make_rated_record(1, 40000.0, (30000.0, 50000.0), case__reference=[PUBLISHED])]
+    )
     panel = chart.panels[0]
     [bar], [reference] = panel.bars, panel.references
     assert [
@@ -317,7 +337,7 @@ def test_places_are_shares_of_the_width() -> None:
 @pytest.mark.parametrize("format", report.FORMATS)
 @pytest.mark.parametrize("lang", report.LANGS)
 def test_every_format_has_the_same_order(format: str, lang: str) -> None:
-    text = report.render(everything(), format, lang)
+    text = report.render(make_records_of_all_statuses(), format, lang)
     words = PageWords("zh" if lang == "zh" else "en")
     marks = [
         "llama2-7b-mmlu",
@@ -328,8 +348,8 @@ def test_every_format_has_the_same_order(format: str, lang: str) -> None:
         words("setup"),
     ]
     body = text[text.index("<main>") :] if format == "html" else text
-    places = [body.index(mark) for mark in marks[:4]] + [body.rindex(mark) for mark in marks[4:]]
-    assert places == sorted(places)
+    positions = [body.index(mark) for mark in marks[:4]] + [body.rindex(mark) for mark in marks[4:]]
+    assert positions == sorted(positions)
 
 
 def test_a_breakdown_of_zeros_is_one_line() -> None:
@@ -352,5 +372,5 @@ def test_a_breakdown_of_zeros_is_one_line() -> None:
 
     [line] = _breakdown_elements(Stub((("a", 0.0), ("b", None))), 5, EN)  # type: ignore[arg-type]
     assert line == Paragraph("By subject: 2 rows, nothing but zeros.", "muted")
-    found = _breakdown_elements(Stub((("a", 0.0), ("b", 0.5))), 5, EN)  # type: ignore[arg-type]
-    assert [type(one).__name__ for one in found] == ["Heading", "Table"]
+    blocks = _breakdown_elements(Stub((("a", 0.0), ("b", 0.5))), 5, EN)  # type: ignore[arg-type]
+    assert [type(block).__name__ for block in blocks] == ["Heading", "Table"]

@@ -3,7 +3,7 @@
 import pytest
 
 from fixtures.golden import golden
-from fixtures.report import everything, failed, make
+from fixtures.report import make_failed_record, make_record, make_records_of_all_statuses
 from steelyard import report
 from steelyard.report.as_text import fit_columns
 from steelyard.report.document import (
@@ -58,19 +58,24 @@ More: --full prints every detail, --explain where the time goes, --format html
 
 
 def test_the_table_after_runs_fits_80_columns() -> None:
-    assert report.render_text(report.build_summary_page(everything()), 80) == AFTER_RUNS
+    assert (
+        report.render_text(report.build_summary_page(make_records_of_all_statuses()), 80)
+        == AFTER_RUNS
+    )
 
 
-def test_one_screen_a_case() -> None:
-    said = report.render_text(report.build_brief_page(everything()), 80)
-    assert said == ONE_SCREEN
-    assert len(said.splitlines()) <= 24
+def test_a_case_fits_one_screen() -> None:
+    text = report.render_text(report.build_brief_page(make_records_of_all_statuses()), 80)
+    assert text == ONE_SCREEN
+    assert len(text.splitlines()) <= 24
 
 
 def test_wide_shows_every_column() -> None:
     [head, *_] = [
         line
-        for line in report.render_text(report.build_summary_page(everything())).splitlines()
+        for line in report.render_text(
+            report.build_summary_page(make_records_of_all_statuses())
+        ).splitlines()
         if line.startswith("case")
     ]
     names = [
@@ -87,14 +92,20 @@ def test_wide_shows_every_column() -> None:
         "e2e_time",
     ]
     assert head.split() == names
-    assert "window: 1404 samples" in report.render_text(report.build_summary_page(everything()))
-    assert "Not shown" not in report.render_text(report.build_summary_page(everything()))
+    assert "window: 1404 samples" in report.render_text(
+        report.build_summary_page(make_records_of_all_statuses())
+    )
+    assert "Not shown" not in report.render_text(
+        report.build_summary_page(make_records_of_all_statuses())
+    )
 
 
-def test_what_all_runs_have_in_common_is_said_once() -> None:
-    said = report.render_text(report.build_summary_page([make(), make()]), 120).splitlines()
-    assert said[0] == "llama2-7b-mmlu · size full · closed · torch · bf16"
-    assert said[2].split() == [
+def test_what_all_runs_share_is_above_the_table() -> None:
+    lines = report.render_text(
+        report.build_summary_page([make_record(), make_record()]), 120
+    ).splitlines()
+    assert lines[0] == "llama2-7b-mmlu · size full · closed · torch · bf16"
+    assert lines[2].split() == [
         "status",
         "rate",
         "MFU",
@@ -104,11 +115,11 @@ def test_what_all_runs_have_in_common_is_said_once() -> None:
         "mem",
         "e2e_time",
     ]
-    assert said[5:7] == [said[5]] * 2
-    assert said[5].split()[:4] == ["valid", "45,903", "62.1%", "45.8%"]
+    assert lines[5:7] == [lines[5]] * 2
+    assert lines[5].split()[:4] == ["valid", "45,903", "62.1%", "45.8%"]
 
 
-def test_a_column_that_no_run_has_goes_and_says_why() -> None:
+def test_a_column_without_values_is_dropped_with_a_reason() -> None:
     metrics = {
         "tokens_per_device_s": {
             "value": 1000.0,
@@ -117,25 +128,29 @@ def test_a_column_that_no_run_has_goes_and_says_why() -> None:
         }
     }
     metrics["mfu"] = {"value": None, "unit": "", "note": "no row"}
-    said = report.render_text(report.build_brief_page([make(metrics=metrics)]), 80)
-    assert golden("no-mfu-the-infer-pass-did") in said
-    heads = next(line for line in said.splitlines() if line.startswith("run"))
+    text = report.render_text(report.build_brief_page([make_record(metrics=metrics)]), 80)
+    assert golden("no-mfu-the-infer-pass-did") in text
+    heads = next(line for line in text.splitlines() if line.startswith("run"))
     assert heads.split() == ["run", "status", "rate", "±", "acc"]
-    assert [line.split() for line in said.splitlines() if line.startswith("#1")] == [
+    assert [line.split() for line in text.splitlines() if line.startswith("#1")] == [
         ["#1", "valid", "1,000", "2.0%", "/"]
     ]
 
 
 def test_plans_leave_out_degrees_of_one() -> None:
     plan = {"nodes": 2, "devices": 8, "tp": 2, "pp": 1, "dp": 8, "launcher": "local"}
-    assert "plan 2x8 TP2DP8" in report.render_text(report.build_brief_page([make(plan=plan)]))
+    assert "plan 2x8 TP2DP8" in report.render_text(
+        report.build_brief_page([make_record(plan=plan)])
+    )
 
 
 def test_points_of_a_sweep_begin_their_rows() -> None:
-    out = report.render_text(
-        report.build_summary_page([make(), failed()], points=["devices=1", "devices=2"])
+    lines = report.render_text(
+        report.build_summary_page(
+            [make_record(), make_failed_record()], points=["devices=1", "devices=2"]
+        )
     ).splitlines()
-    assert [line.split()[0] for line in out[2:]] == [
+    assert [line.split()[0] for line in lines[2:]] == [
         "point",
         "tokens/s",
         "---------",
@@ -144,13 +159,15 @@ def test_points_of_a_sweep_begin_their_rows() -> None:
     ]
 
 
-def table(*columns: tuple[str, Priority, str]) -> Table:
+def make_table(*columns: tuple[str, Priority, str]) -> Table:
     """Return a table of one row; each column is given as title, priority and cell text."""
     heads = tuple(TableColumn(title, priority=priority) for title, priority, _ in columns)
     return Table(heads, (TableRow(tuple(Cell(text) for _, _, text in columns)),))
 
 
-THREE = table(("a", 1, "x" * 20), ("b", 2, "y" * 20), ("c", 3, "z" * 20), ("d", 2, "w" * 20))
+FOUR_COLUMNS = make_table(
+    ("a", 1, "x" * 20), ("b", 2, "y" * 20), ("c", 3, "z" * 20), ("d", 2, "w" * 20)
+)
 
 
 @pytest.mark.parametrize(
@@ -165,30 +182,33 @@ THREE = table(("a", 1, "x" * 20), ("b", 2, "y" * 20), ("c", 3, "z" * 20), ("d", 
         (5, "a", "bcd"),
     ],
 )
-def test_columns_go_by_priority_and_of_equals_the_last_first(
+def test_columns_are_dropped_by_priority_and_the_last_of_equals_first(
     columns: int | None, kept: str, left_out: str
 ) -> None:
-    found = fit_columns(THREE, columns)
-    assert "".join(one.title for one in found.columns) == kept
-    assert "".join(one.title for one in found.left_out) == left_out
+    fitted = fit_columns(FOUR_COLUMNS, columns)
+    assert "".join(column.title for column in fitted.columns) == kept
+    assert "".join(column.title for column in fitted.left_out) == left_out
 
 
-def test_text_is_wrapped_before_a_column_goes() -> None:
-    words = table(("a", 1, "one two three"), ("b", 2, "four five six"))
+def test_text_is_wrapped_before_a_column_is_dropped() -> None:
+    words = make_table(("a", 1, "one two three"), ("b", 2, "four five six"))
     assert fit_columns(words, 28).limits == (13, 13)
     assert fit_columns(words, 20).limits == (9, 9)
-    assert [one.title for one in fit_columns(words, 11).columns] == ["a", "b"]  # "three" and "four"
-    assert [one.title for one in fit_columns(words, 10).columns] == ["a"]
+    assert [column.title for column in fit_columns(words, 11).columns] == [
+        "a",
+        "b",
+    ]  # "three" and "four"
+    assert [column.title for column in fit_columns(words, 10).columns] == ["a"]
 
 
 def test_words_are_broken_only_where_nothing_else_helps() -> None:
-    assert fit_columns(table(("a", 1, "x" * 20)), 12).limits == (12,)
-    assert fit_columns(table(("a", 1, "x" * 20)), 2).limits == (8,)
+    assert fit_columns(make_table(("a", 1, "x" * 20)), 12).limits == (12,)
+    assert fit_columns(make_table(("a", 1, "x" * 20)), 2).limits == (8,)
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80])
 def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
-    blocks = (Heading(1, "word " * 40), Paragraph("推理 word " * 40), THREE, Code("short"))
-    said = report.render_text(Page("", "en", blocks, "foot " * 40), columns)
-    assert max(map(display_width, said.splitlines())) <= columns
-    assert f"Not shown: {'b, c, d' if columns == 40 else 'c, d' if columns == 60 else 'c'}" in said
+    blocks = (Heading(1, "word " * 40), Paragraph("推理 word " * 40), FOUR_COLUMNS, Code("short"))
+    text = report.render_text(Page("", "en", blocks, "foot " * 40), columns)
+    assert max(map(display_width, text.splitlines())) <= columns
+    assert f"Not shown: {'b, c, d' if columns == 40 else 'c, d' if columns == 60 else 'c'}" in text

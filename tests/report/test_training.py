@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fixtures.pages import html_text
-from fixtures.report import make, question, training
+from fixtures.pages import parse_html
+from fixtures.report import make_record, make_train_question, make_training_record
 from steelyard import report
 from steelyard.metrics import metric_table as metrics
 from steelyard.record.record import Record
@@ -34,14 +34,14 @@ def test_training_has_its_own_columns() -> None:
         "tune.warmup": "default",
     }
     tune = {"compile": True, "env": {"NCCL_ALGO": "ring"}, "warmup": 2}
-    record = make(
-        case__question=question(),
+    record = make_record(
+        case__question=make_train_question(),
         metrics=metrics,
         case__reference=[],
         case__origins=origins,
         tune=tune,
     )
-    rows = html_text(report.render([record], "html", "en")).rows
+    rows = parse_html(report.render([record], "html", "en")).rows
     tuned = "compile=true, env={NCCL_ALGO=ring}"
     measured = ["2,763", "36.50", "42.40", "42.40", "3.5%", "2.900", "/"]
     assert ["#1 torch valid, full", "bf16", "1x1", "TP1PP1DP1", tuned, *measured] in rows
@@ -62,15 +62,19 @@ PADDED = PUBLISHED | {
 }
 
 
-def trained(**changes: Any) -> Record:
+def make_pipeline_record(**changes: Any) -> Record:
     """Return a training record of two pipeline stages with one step of warm-up; the second stage is
     slower.
     """
-    return training(((2.0, 1.0, 1.0, 1.0), (2.0, 1.5, 1.0, 2.0)), plan=(1, 2, 1), **changes)
+    return make_training_record(
+        ((2.0, 1.0, 1.0, 1.0), (2.0, 1.5, 1.0, 2.0)), plan=(1, 2, 1), **changes
+    )
 
 
-def test_a_run_of_training() -> None:
-    rows = html_text(report.render([trained(case__reference=[STAGED, PADDED])], "html", "en")).rows
+def test_rows_of_a_training_run() -> None:
+    rows = parse_html(
+        report.render([make_pipeline_record(case__reference=[STAGED, PADDED])], "html", "en")
+    ).rows
     [head] = [row for row in rows if row[0] == "tool"]
     names = ["tool", "precision", "config", "parallel", "fix_hp", "e2e_time s"]
     names += ["p_whole tokens/s", "p_train tokens/s", "*p_core tokens/s"]
@@ -156,9 +160,14 @@ def test_a_run_of_training() -> None:
 @pytest.mark.parametrize("format", report.FORMATS)
 def test_training_in_every_format(format: str, lang: str) -> None:
     text = report.render(
-        [trained(case__reference=[STAGED, PADDED]), trained(status="invalid")], format, lang
+        [
+            make_pipeline_record(case__reference=[STAGED, PADDED]),
+            make_pipeline_record(status="invalid"),
+        ],
+        format,
+        lang,
     )
-    said = {
+    expected = {
         "en": (
             "Training data set",
             "Training tool",
@@ -176,10 +185,10 @@ def test_training_in_every_format(format: str, lang: str) -> None:
             "schedule=cosine",
         ),
     }[lang]
-    assert [one for one in said if one not in text] == []
+    assert [phrase for phrase in expected if phrase not in text] == []
     assert re.search(r"40\.00\\?\*1 \+ 39\.00\\?\*1", text)
     if format == "html":
-        assert html_text(text).open == []
+        assert parse_html(text).open == []
 
 
 @pytest.mark.parametrize(
@@ -187,36 +196,42 @@ def test_training_in_every_format(format: str, lang: str) -> None:
     [("en", ["Loss of each step", "Rate of each step"]), ("zh", ["每步损失", "每步速率"])],
 )
 def test_charts_of_training(lang: Any, titles: list[str]) -> None:
-    record = trained(losses=[9.0, None, 7.0, 6.0], aside={1: ("evaluate", 0.5)})
+    record = make_pipeline_record(losses=[9.0, None, 7.0, 6.0], pauses={1: ("evaluate", 0.5)})
     loss, rate = [
         block
         for block in walk_elements(report.build_report_page([record], lang).elements)
         if isinstance(block, LineChart)
     ]
     assert [loss.title, rate.title] == titles
-    assert [one.points for one in loss.series] == [
+    assert [curve.points for curve in loss.series] == [
         ((0.0, 9.0), (1.0, None), (2.0, 7.0), (3.0, 6.0))
     ]
-    assert [[y for _, y in one.points] for one in rate.series] == [
+    assert [[y for _, y in curve.points] for curve in rate.series] == [
         [50.0, 100.0, 100.0, 100.0],
         [50.0, 100 / 1.5, 100.0, 50.0],
     ]
-    [alone, level] = [
+    [single_loss, single_rate] = [
         block
-        for block in walk_elements(report.build_report_page([training()], lang).elements)
+        for block in walk_elements(
+            report.build_report_page([make_training_record()], lang).elements
+        )
         if isinstance(block, LineChart)
     ]
-    assert (alone.level, level.level, level.level_label) == (None, 100 / 0.75, "p_core")
+    assert (single_loss.level, single_rate.level, single_rate.level_label) == (
+        None,
+        100 / 0.75,
+        "p_core",
+    )
 
 
 def test_every_metric_of_training_has_a_name_in_both_languages() -> None:
-    for name in training().metrics:
+    for name in make_training_record().metrics:
         row = metrics.find_metric(name)
         assert row.formula is not None
         assert all(all(row.meaning(lang)) for lang in report.LANGS)
 
 
-def test_a_training_run_that_left_nothing_is_shown() -> None:
-    record = trained(passes=[], samples=[], ranks=[], telemetry=[], outputs={})
+def test_a_training_run_without_samples_is_shown() -> None:
+    record = make_pipeline_record(passes=[], samples=[], ranks=[], telemetry=[], outputs={})
     for name in report.FORMATS:
         assert "TP1PP2DP1 SH1" in report.render([record], name, "en")

@@ -34,15 +34,15 @@ from steelyard.words import PageWords
         ("aten::copy_", "aten::copy_"),
     ],
 )
-def test_names_without_what_cpp_puts_around_them(name: str, shown: str) -> None:
+def test_kernel_names_lose_cpp_namespaces_and_arguments(name: str, shown: str) -> None:
     assert shorten_kernel_name(name) == shown
 
 
 @pytest.mark.parametrize(
     ("size_bytes", "shown"), [(200, ["200.0", "20.0%"]), (1001, [UNKNOWN, UNKNOWN])]
 )
-def test_a_rate_above_the_bandwidth_is_none(size_bytes: int, shown: list[str]) -> None:
-    found = Waterfall(0, 1, 2.0, (), None, 1000e9)
+def test_a_rate_above_the_bandwidth_is_unknown(size_bytes: int, shown: list[str]) -> None:
+    waterfall = Waterfall(0, 1, 2.0, (), None, 1000e9)
     kernel = KernelFacts(name="gather", kind="other", calls=1, time_s=1e-9, size_bytes=size_bytes)
-    [row] = build_kernel_table([kernel], found, PageWords("en")).rows
+    [row] = build_kernel_table([kernel], waterfall, PageWords("en")).rows
     assert [cell.text for cell in row.cells[-2:]] == shown

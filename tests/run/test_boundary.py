@@ -60,21 +60,21 @@ def left(spec: WorkerSpec, shell: Shell) -> dict[str, Any]:
         command, env=shell.env(), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.wait(300) == 0, process.stderr.read() if process.stderr else ""
-    found: dict[str, Any] = json.loads(
+    rank_file: dict[str, Any] = json.loads(
         (spec.host.folder / messages.format_rank_file_name(0)).read_text()
     )
-    return found
+    return rank_file
 
 
-def test_a_spec_survives_its_file(spec: WorkerSpec) -> None:
-    again = WorkerSpec.model_validate_json(spec.model_dump_json())
-    assert again == spec
-    assert again.run.case.compute_key("f") == spec.run.case.compute_key("f")
-    assert again.run.case.question.task_row is spec.run.case.question.task_row
+def test_worker_spec_round_trips_through_json(spec: WorkerSpec) -> None:
+    reread = WorkerSpec.model_validate_json(spec.model_dump_json())
+    assert reread == spec
+    assert reread.run.case.compute_key("f") == spec.run.case.compute_key("f")
+    assert reread.run.case.question.task_row is spec.run.case.question.task_row
 
 
-def test_a_rank_file_survives_its_file() -> None:
-    timed = {
+def test_rank_file_round_trips_through_json() -> None:
+    times = {
         "start_s": 0.0,
         "end_s": 1.5,
         "host_start_s": 0.0,
@@ -99,54 +99,60 @@ def test_a_rank_file_survives_its_file() -> None:
             )
         ],
         samples=[
-            Sample(pass_name="val", rank=1, step=0, counts=COUNTS, values={"loss": None}, **timed)
+            Sample(pass_name="val", rank=1, step=0, counts=COUNTS, values={"loss": None}, **times)
         ],
         outputs={"val": {"items": [0]}},
         weights=WeightsFacts(source="random", seed=3),
         data=DataFacts(source="made", rows=4, fingerprint="f", published=None, shortened=2),
     )
-    again = RankFile.model_validate_json(before.model_dump_json(by_alias=True))
-    assert again == before
-    assert again.weights.model_dump() == {"source": "random", "seed": 3}
-    assert again.data is not None
-    assert again.data.model_dump()["shortened"] == 2
+    reread = RankFile.model_validate_json(before.model_dump_json(by_alias=True))
+    assert reread == before
+    assert reread.weights.model_dump() == {"source": "random", "seed": 3}
+    assert reread.data is not None
+    assert reread.data.model_dump()["shortened"] == 2
 
 
 @pytest.mark.parametrize(
     "change", [{"hurry": True}, {"passes": "val"}, {"origin_s": None}, {"case": {"name": "x"}}]
 )
-def test_a_spec_with_something_else_is_refused(spec: WorkerSpec, change: dict[str, Any]) -> None:
-    table = json.loads(spec.model_dump_json())
-    part = "host" if "origin_s" in change else "run"
+def test_worker_spec_with_an_unknown_or_wrong_field_is_refused(
+    spec: WorkerSpec, change: dict[str, Any]
+) -> None:
+    document = json.loads(spec.model_dump_json())
+    section = "host" if "origin_s" in change else "run"
     with pytest.raises(ValidationError, match=next(iter(change))):
-        WorkerSpec.model_validate_json(json.dumps(table | {part: table[part] | change}))
+        WorkerSpec.model_validate_json(json.dumps(document | {section: document[section] | change}))
 
 
-def schema(shell: Shell, of: str) -> Any:
+def make_schema_validator(shell: Shell, kind: str) -> Any:
     """Return a validator for the JSON Schema that `steelyard schema KIND` prints, after checking
     the schema itself.
     """
-    done = shell("schema", of)
-    assert (done.code, done.err) == (0, "")
-    jsonschema.Draft202012Validator.check_schema(done.json())
-    return jsonschema.Draft202012Validator(done.json())
+    result = shell("schema", kind)
+    assert (result.code, result.err) == (0, "")
+    jsonschema.Draft202012Validator.check_schema(result.json())
+    return jsonschema.Draft202012Validator(result.json())
 
 
 @pytest.mark.full
-def test_schemas_accept_what_is_real(
+def test_schemas_accept_real_files_and_refuse_unknown_keys(
     spec: WorkerSpec, left: dict[str, Any], shell: Shell, smoke: dict[str, Path]
 ) -> None:
-    told = json.loads(spec.model_dump_json())
-    real = {"worker": told, "rank": left, "record": json.loads(smoke["closed"].read_text())}
-    for name, table in real.items():
-        validator = schema(shell, name)
-        validator.validate(table)
-        assert not validator.is_valid(table | {"unknown": 1}), name
+    worker_spec = json.loads(spec.model_dump_json())
+    documents = {
+        "worker": worker_spec,
+        "rank": left,
+        "record": json.loads(smoke["closed"].read_text()),
+    }
+    for name, document in documents.items():
+        validator = make_schema_validator(shell, name)
+        validator.validate(document)
+        assert not validator.is_valid(document | {"unknown": 1}), name
         assert not validator.is_valid({}), name
     assert left["status"] == "done"
     assert RankFile.model_validate(left).samples[0].pass_name == "val"
 
 
-def test_a_schema_that_is_none(shell: Shell) -> None:
-    done = shell("schema", "page")
-    assert (done.code, done.lines) == (2, [golden("error-schema-page-allowed-record-spec")])
+def test_unknown_schema_name_is_refused(shell: Shell) -> None:
+    result = shell("schema", "page")
+    assert (result.code, result.lines) == (2, [golden("error-schema-page-allowed-record-spec")])

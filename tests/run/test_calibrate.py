@@ -11,7 +11,7 @@ from steelyard.run.calibrate import calibrate_matmuls, recalibrate_square_matmul
 SQUARE_FLOPS = 1280
 
 
-class Abacus:
+class FakeDevice:
     """A fake device that multiplies at 128 FLOP/s, and at 64 FLOP/s where the result has fewer than
     4 rows.
 
@@ -19,43 +19,43 @@ class Abacus:
     false.
     """
 
-    def __init__(self, cannot: str = "", square: bool = True) -> None:
-        self.now, self.used, self.cannot, self.square = 0.0, 0.0, cannot, square
+    def __init__(self, unsupported: str = "", square: bool = True) -> None:
+        self.now, self.used, self.unsupported, self.square = 0.0, 0.0, unsupported, square
         self.asked: list[Matmul] = []
 
-    def _spend(self, time_s: float) -> None:
+    def _advance(self, time_s: float) -> None:
         self.now += time_s
 
     def prepare_square_matmul(self, precision: str) -> tuple[Callable[[], Any], int] | None:
         assert precision == "bf16"
-        return (lambda: self._spend(10.0), SQUARE_FLOPS) if self.square else None
+        return (lambda: self._advance(10.0), SQUARE_FLOPS) if self.square else None
 
     def prepare_matmul(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
         self.asked.append(shape)
         rate = 64.0 if shape.m < 4 else 128.0
         return (
             None
-            if shape.name == self.cannot
-            else (lambda: self._spend(shape.flops / rate), shape.flops)
+            if shape.name == self.unsupported
+            else (lambda: self._advance(shape.flops / rate), shape.flops)
         )
 
-    def event(self) -> "Mark":
-        return Mark(self.now)
+    def event(self) -> "FakeEvent":
+        return FakeEvent(self.now)
 
     def synchronize(self) -> None: ...
 
 
-class Mark:
+class FakeEvent:
     """A fake device event that holds the time at which it was recorded, in seconds."""
 
-    def __init__(self, at_s: float) -> None:
-        self.at_s = at_s
+    def __init__(self, time_s: float) -> None:
+        self.at_s = time_s
 
-    def elapsed_s(self, later: "Mark") -> float:
+    def elapsed_s(self, later: "FakeEvent") -> float:
         return later.at_s - self.at_s
 
 
-def shapes(smaller: int) -> tuple[Matmul, ...]:
+def two_shapes(smaller: int) -> tuple[Matmul, ...]:
     """Return two matmul shapes, of which the second has few rows; `smaller` is ignored."""
     return (
         Matmul(name="up", m=4, n=2, k=1, count=3),
@@ -63,127 +63,131 @@ def shapes(smaller: int) -> tuple[Matmul, ...]:
     )
 
 
-def test_each_shape_has_its_rate(monkeypatch):
+def test_each_matmul_shape_gets_its_own_rate(monkeypatch):
     monkeypatch.setattr("steelyard.run.calibrate.MOST_S", 1e9)
-    device = Abacus()
-    told = calibrate_matmuls(device, "bf16", shapes, lambda: device.now, lambda: device.now / 2)  # type: ignore[arg-type]
-    assert told["matmul_flops_per_s"] == 128.0
-    assert told["matmul_flops_per_cpu_s"] == 256.0  # half of the time is CPU time
-    assert told["matmuls"] == [
+    device = FakeDevice()
+    facts = calibrate_matmuls(
+        device, "bf16", two_shapes, lambda: device.now, lambda: device.now / 2
+    )  # type: ignore[arg-type]
+    assert facts["matmul_flops_per_s"] == 128.0
+    assert facts["matmul_flops_per_cpu_s"] == 256.0  # half of the time is CPU time
+    assert facts["matmuls"] == [
         MatmulRate(name="up", layout="nt", m=4, n=2, k=1, count=3, flops_per_s=128.0),
         MatmulRate(name="down", layout="tn", m=2, n=1, k=1, count=1, flops_per_s=64.0),
     ]
 
 
 def test_a_batch_too_large_for_the_time_is_halved():
-    device = Abacus()
-    asked: list[int] = []
+    device = FakeDevice()
+    divisors: list[int] = []
 
-    def of(smaller: int) -> tuple[Matmul, ...]:
-        asked.append(smaller)
+    def shrunk_shapes(smaller: int) -> tuple[Matmul, ...]:
+        divisors.append(smaller)
         return (Matmul(name="up", m=max(1, 64 // smaller), n=1, k=1),)
 
-    (one,) = calibrate_matmuls(device, "bf16", of, lambda: device.now)["matmuls"]  # type: ignore[arg-type]
+    (matmul,) = calibrate_matmuls(device, "bf16", shrunk_shapes, lambda: device.now)["matmuls"]  # type: ignore[arg-type]
     # Seven calls of 2·8 FLOPs at 128 FLOP/s take 0.875 s, which is within the time limit; seven of
     # 2·16 FLOPs would take 1.75 s.
-    assert (asked, one.m) == ([1, 2, 4, 8], 8)
+    assert (divisors, matmul.m) == ([1, 2, 4, 8], 8)
 
 
-def test_one_token_is_the_least():
-    device = Abacus()
-    (one,) = calibrate_matmuls(
+def test_batch_is_never_shrunk_below_one_token():
+    device = FakeDevice()
+    (matmul,) = calibrate_matmuls(
         device, "bf16", lambda smaller: (Matmul(name="up", m=1, n=100, k=1),), lambda: device.now
     )["matmuls"]  # type: ignore[arg-type]
-    assert (one.m, one.flops_per_s) == (1, 64.0)
+    assert (matmul.m, matmul.flops_per_s) == (1, 64.0)
 
 
-def test_a_part_of_the_shapes_is_no_rate():
-    device = Abacus(cannot="down")
-    told = calibrate_matmuls(device, "bf16", shapes, lambda: device.now, lambda: 0.0)  # type: ignore[arg-type]
-    assert told == {"matmul_flops_per_s": 128.0, "matmuls": []}
-    assert [one.name for one in device.asked] == ["up", "down"]
+def test_no_shape_rates_when_one_shape_is_unsupported():
+    device = FakeDevice(unsupported="down")
+    facts = calibrate_matmuls(device, "bf16", two_shapes, lambda: device.now, lambda: 0.0)  # type: ignore[arg-type]
+    assert facts == {"matmul_flops_per_s": 128.0, "matmuls": []}
+    assert [shape.name for shape in device.asked] == ["up", "down"]
 
 
-def test_a_framework_that_multiplies_nothing_is_asked_for_no_shape():
-    device = Abacus(square=False)
-    assert calibrate_matmuls(device, "bf16", shapes, lambda: device.now) == {}  # type: ignore[arg-type]
+def test_framework_without_matmul_is_not_calibrated():
+    device = FakeDevice(square=False)
+    assert calibrate_matmuls(device, "bf16", two_shapes, lambda: device.now) == {}  # type: ignore[arg-type]
     assert device.asked == []
 
 
-class Cores(Abacus):
+class FakeCpuDevice(FakeDevice):
     """A fake CPU device on which a call of the square matmul takes `call_s` seconds.
 
     `slowdowns` maps the number of a call to the factor by which it uses more CPU time, as beside
     another process on the same core.
     """
 
-    def __init__(self, slow: dict[int, float], call_s: float = 0.01) -> None:
+    def __init__(self, slowdowns: dict[int, float], call_s: float = 0.01) -> None:
         super().__init__()
-        self.slow, self.call_s, self.calls = slow, call_s, 0
+        self.slowdowns, self.call_s, self.calls = slowdowns, call_s, 0
 
     def prepare_square_matmul(self, precision: str) -> tuple[Callable[[], Any], int] | None:
         return self._multiply, SQUARE_FLOPS
 
     def _multiply(self) -> None:
-        self._spend(self.call_s)
-        self.used += self.call_s * self.slow.get(self.calls, 1.0)
+        self._advance(self.call_s)
+        self.used += self.call_s * self.slowdowns.get(self.calls, 1.0)
         self.calls += 1
 
     def event(self) -> HostEvent:  # type: ignore[override]
         return HostEvent(lambda: self.now)
 
 
-def before(device: Any) -> dict[str, Any]:
+def calibrate_before_pass(device: Any) -> dict[str, Any]:
     """Return the facts of the calibration before a pass, without any shapes of a case."""
     return calibrate_matmuls(
         device, "bf16", lambda smaller: (), lambda: device.now, lambda: device.used
     )
 
 
-def after(device: Any, rate: float) -> list[float]:
+def calibrate_after_pass(device: Any, rate: float) -> list[float]:
     """Return the rates of the calibration after a pass in FLOP/s, rounded to six decimals."""
-    told = recalibrate_square_matmul(device, "bf16", rate, lambda: device.now, lambda: device.used)
-    return [round(one, 6) for one in told]
+    rates = recalibrate_square_matmul(device, "bf16", rate, lambda: device.now, lambda: device.used)
+    return [round(rate_of_timing, 6) for rate_of_timing in rates]
 
 
-def test_cpu_time_is_read_several_times_before_the_pass() -> None:
+def test_cpu_rate_is_timed_in_several_parts_before_the_pass() -> None:
     """One call, three warmup calls and 39 calls in 0.3 s are timed as eight parts of 3 or 6 calls.
 
     All calls but three are slowed down: the mean does not show the rate of a quiet host, but one of
     the parts does.
     """
-    cores = Cores({call: 2.0 for call in range(43) if call not in (22, 23, 24)}, call_s=1 / 128)
-    told = before(cores)
-    assert cores.calls == 43
-    assert told["matmul_cpu_rates"] == {"before": [81_920.0] * 4 + [163_840.0] + [81_920.0] * 3}
-    assert told["matmul_flops_per_cpu_s"] == 163_840.0 * 42 / 81
-    assert told["matmul_flops_per_s"] == 163_840.0
+    device = FakeCpuDevice(
+        {call: 2.0 for call in range(43) if call not in (22, 23, 24)}, call_s=1 / 128
+    )
+    facts = calibrate_before_pass(device)
+    assert device.calls == 43
+    assert facts["matmul_cpu_rates"] == {"before": [81_920.0] * 4 + [163_840.0] + [81_920.0] * 3}
+    assert facts["matmul_flops_per_cpu_s"] == 163_840.0 * 42 / 81
+    assert facts["matmul_flops_per_s"] == 163_840.0
 
 
-def test_few_calls_are_one_timing_each_three() -> None:
-    cores = Cores({}, call_s=1.0)
-    assert before(cores)["matmul_cpu_rates"] == {"before": [1280.0, 1280.0]}
-    assert cores.calls == 7
+def test_slow_calls_are_timed_in_groups_of_three() -> None:
+    device = FakeCpuDevice({}, call_s=1.0)
+    assert calibrate_before_pass(device)["matmul_cpu_rates"] == {"before": [1280.0, 1280.0]}
+    assert device.calls == 7
 
 
-def test_a_device_with_its_own_clock_has_no_rates_of_cpu_time() -> None:
-    device = Abacus()
-    assert "matmul_cpu_rates" not in before(device)
-    assert after(device, 128.0) == []
+def test_device_with_its_own_clock_has_no_cpu_time_rates() -> None:
+    device = FakeDevice()
+    assert "matmul_cpu_rates" not in calibrate_before_pass(device)
+    assert calibrate_after_pass(device, 128.0) == []
 
 
 def test_timings_after_the_pass_take_some_tens_of_milliseconds() -> None:
     """A warmup call and three timed calls take 0.04 s; three more would not end within 0.05 s."""
-    cores = Cores({0: 5.0})
-    assert after(cores, 128_000.0) == [128_000.0]
-    assert cores.calls == 4
-    quick = Cores({1: 2.0, 2: 2.0, 3: 2.0}, call_s=0.001)
+    device = FakeCpuDevice({0: 5.0})
+    assert calibrate_after_pass(device, 128_000.0) == [128_000.0]
+    assert device.calls == 4
+    fast_device = FakeCpuDevice({1: 2.0, 2: 2.0, 3: 2.0}, call_s=0.001)
     # 49 calls: one to warm up, then 16 timings of three calls, which are joined to eight rates.
-    assert after(quick, 1_280_000.0) == [853_333.333333, *[1_280_000.0] * 7]
-    assert quick.calls == 49
+    assert calibrate_after_pass(fast_device, 1_280_000.0) == [853_333.333333, *[1_280_000.0] * 7]
+    assert fast_device.calls == 49
 
 
 def test_a_slow_device_multiplies_once_after_the_pass() -> None:
-    cores = Cores({}, call_s=2.0)
-    assert after(cores, 640.0) == [640.0]
-    assert cores.calls == 1
+    device = FakeCpuDevice({}, call_s=2.0)
+    assert calibrate_after_pass(device, 640.0) == [640.0]
+    assert device.calls == 1

@@ -24,16 +24,16 @@ H200 = DetectedDevice("NVIDIA H200", "GPU-1", 150754820096, 0, "570.86.15")
 A100 = DetectedDevice("NVIDIA A100-SXM4-40GB", "GPU-2", 42949672960, 1, "570.86.15")
 
 
-def of_host(
+def describe_host_as_json(
     accelerator: Accelerator,
-    found: list[DetectedDevice],
+    devices: list[DetectedDevice],
     variables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Describe a host with these devices as the JSON values of a record."""
-    return environment.describe_host(accelerator, found, variables or {}).model_dump(mode="json")
+    return environment.describe_host(accelerator, devices, variables or {}).model_dump(mode="json")
 
 
-def test_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_holds_hardware_software_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_PROTO", "LL")  # workers do not get it: not recorded
     variables = {
         "NCCL_ALGO": "Ring",
@@ -41,9 +41,9 @@ def test_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": "/elsewhere",
     }
-    got = of_host(CUDA, [H200, H200], variables)
-    assert json.loads(json.dumps(got)) == got
-    hardware, software = got["hardware"], got["software"]
+    facts = describe_host_as_json(CUDA, [H200, H200], variables)
+    assert json.loads(json.dumps(facts)) == facts
+    hardware, software = facts["hardware"], facts["software"]
     peak = hardware.pop("peak")
     assert hardware == {
         "machine": environment.read_product_name(),
@@ -66,24 +66,24 @@ def test_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         "cudnn": None,
         "variables": {"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "1"},
     }
-    assert set(got) == {"hardware", "software", "source"}
-    assert got["source"]["version"] == __version__
+    assert set(facts) == {"hardware", "software", "source"}
+    assert facts["source"]["version"] == __version__
 
 
-def test_no_peak_without_a_row_and_none_for_a_mixture() -> None:
-    def peak(found: list[DetectedDevice]) -> object:
-        return of_host(CUDA, found)["hardware"]["peak"]
+def test_no_peak_for_unknown_or_mixed_devices() -> None:
+    def peak_of(devices: list[DetectedDevice]) -> object:
+        return describe_host_as_json(CUDA, devices)["hardware"]["peak"]
 
-    assert peak(CPU.find()) is None
-    assert peak([H200, A100]) is None
-    assert peak([]) is None
-    assert peak([A100]) is not None
+    assert peak_of(CPU.find()) is None
+    assert peak_of([H200, A100]) is None
+    assert peak_of([]) is None
+    assert peak_of([A100]) is not None
 
 
 def test_the_cpu_has_no_driver() -> None:
-    got = of_host(CPU, CPU.find())
-    assert got["software"]["driver"] is None
-    assert got["hardware"]["devices"] == [
+    facts = describe_host_as_json(CPU, CPU.find())
+    assert facts["software"]["driver"] is None
+    assert facts["hardware"]["devices"] == [
         {"name": read_model_name(), "uuid": None, "memory_bytes": psutil.virtual_memory().total}
     ]
 
@@ -94,13 +94,13 @@ def test_os_name(monkeypatch: pytest.MonkeyPatch) -> None:
         "freedesktop_os_release",
         lambda: {"PRETTY_NAME": "Debian GNU/Linux 12 (bookworm)"},
     )
-    assert of_host(CPU, [])["software"]["os"] == "Debian GNU/Linux 12 (bookworm)"
+    assert describe_host_as_json(CPU, [])["software"]["os"] == "Debian GNU/Linux 12 (bookworm)"
 
     def absent() -> dict[str, str]:
         raise OSError
 
     monkeypatch.setattr(platform, "freedesktop_os_release", absent)
-    assert of_host(CPU, [])["software"]["os"] == platform.platform()
+    assert describe_host_as_json(CPU, [])["software"]["os"] == platform.platform()
 
 
 def test_packages_are_not_imported() -> None:
@@ -110,16 +110,16 @@ from steelyard.run import environment
 print(json.dumps([environment.list_package_versions(), list(sys.modules)]))
 """
     root = Path(accelerators.__file__).parents[2]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         check=True,
     )
-    found, modules = json.loads(done.stdout)
-    assert found["pydantic"] == version("pydantic")
-    assert found["torch"] == version("torch")
+    versions, modules = json.loads(result.stdout)
+    assert versions["pydantic"] == version("pydantic")
+    assert versions["torch"] == version("torch")
     assert not {"torch", "transformers", "numpy", "tokenizers", "pynvml"} & set(modules)
 
 
@@ -131,11 +131,11 @@ def test_an_absent_package_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_machine(tmp_path: Path) -> None:
     assert environment.read_product_name(tmp_path) is None
-    place = tmp_path / "sys/class/dmi/id"
-    place.mkdir(parents=True)
-    (place / "product_name").write_text("DGX H200\n")
+    dmi_folder = tmp_path / "sys/class/dmi/id"
+    dmi_folder.mkdir(parents=True)
+    (dmi_folder / "product_name").write_text("DGX H200\n")
     assert environment.read_product_name(tmp_path) == "DGX H200"
-    (place / "product_name").write_text("\n")
+    (dmi_folder / "product_name").write_text("\n")
     assert environment.read_product_name(tmp_path) is None
 
 
@@ -162,16 +162,16 @@ def git(folder: Path, *arguments: str) -> str:
     """Run git in a folder without the GIT_ variables of the environment, and return its stripped
     output.
     """
-    who = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    done = subprocess.run(
-        ["git", *who, "-C", str(folder), *arguments],
-        env=clean,
+    identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+    variables = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    result = subprocess.run(
+        ["git", *identity, "-C", str(folder), *arguments],
+        env=variables,
         capture_output=True,
         text=True,
         check=True,
     )
-    return done.stdout.strip()
+    return result.stdout.strip()
 
 
 @pytest.fixture
@@ -201,9 +201,7 @@ def test_revision_of_a_clean_and_a_changed_tree(tree: Path) -> None:
     assert environment.describe_source(package) == {**clean, "dirty": True}
 
 
-def test_another_repository_in_the_environment_is_not_asked(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_git_dir_of_the_environment_is_ignored(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_DIR", "/nowhere")
     assert environment.describe_source(tree / "src/steelyard")["revision"] == git(
         tree, "rev-parse", "HEAD"
@@ -228,14 +226,14 @@ def test_a_tree_without_a_commit_has_no_revision(tmp_path: Path) -> None:
     assert environment.describe_source(package) == UNKNOWN
 
 
-def test_without_git(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_revision_without_git(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert environment.describe_source(tree / "src/steelyard") == UNKNOWN
 
 
-def test_git_that_does_not_answer(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(command: list[str], timeout: float, **_: object) -> None:
+def test_no_revision_when_git_times_out(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(command: list[str], timeout: float, **_: object) -> None:
         raise subprocess.TimeoutExpired(command, timeout)
 
-    monkeypatch.setattr(subprocess, "run", slow)
+    monkeypatch.setattr(subprocess, "run", time_out)
     assert environment.describe_source(tree / "src/steelyard") == UNKNOWN

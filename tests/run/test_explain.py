@@ -21,7 +21,7 @@ from steelyard.run.checked_request import check_request
 CORPUS = "llama1-7b-openwebtext"
 
 
-def steps(count: int) -> Iterator[Phase | Work]:
+def make_steps(count: int) -> Iterator[Phase | Work]:
     """Yield the phases and work of an engine with this many steps and a scoring step at the end."""
     for step in range(count):
         yield Phase("compute")
@@ -35,8 +35,8 @@ def steps(count: int) -> Iterator[Phase | Work]:
     [(5, 2, [1, 2]), (3, 4, [1, 2]), (1, 4, [0])],
     ids=["some", "all that are left", "the only one"],
 )
-def test_a_stretch_follows_one_step_that_warms(there: int, wanted: int, taken: list[int]) -> None:
-    items = explain._take_steps(explain._skip_first_step(lambda: steps(there)), wanted)
+def test_profiled_steps_follow_one_warmup_step(there: int, wanted: int, taken: list[int]) -> None:
+    items = explain._take_steps(explain._skip_first_step(lambda: make_steps(there)), wanted)
     assert [row for item in items if isinstance(item, Work) for row in item.rows or ()] == taken
 
 
@@ -50,19 +50,19 @@ def test_a_stretch_follows_one_step_that_warms(there: int, wanted: int, taken: l
         (CORPUS, "full", 8, 16, 4),
     ],
 )
-def test_steps_of_a_stretch(
+def test_number_of_profiled_steps(
     case: str, size: str, devices: int, sample: int | None, count: int
 ) -> None:
-    asked = resolve.resolve_case(case, size).case
+    resolved_case = resolve.resolve_case(case, size).case
     assert (
         explain.count_profiled_steps(
-            asked, degrees.make_plan(asked, 1, devices, sample, "local"), sample
+            resolved_case, degrees.make_plan(resolved_case, 1, devices, sample, "local"), sample
         )
         == count
     )
 
 
-def asked(engine: str, **options: Any) -> Request:
+def make_explain_request(engine: str, **options: Any) -> Request:
     """Return a smoke request of the corpus case with `--explain` on the CPU."""
     return Request(
         resolve.resolve_case(CORPUS, "smoke"),
@@ -73,20 +73,22 @@ def asked(engine: str, **options: Any) -> Request:
     )
 
 
-def test_what_has_no_profiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_is_refused_for_an_engine_without_a_profiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("steelyard.plugins.is_installed", lambda module: True)
     with pytest.raises(
         RequestError, match="--explain: engine paddle has no profiler; allowed: engines on torch"
     ):
-        check_request(asked("paddle"))
+        check_request(make_explain_request("paddle"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("case", "devices"), [(CASE, 1), (CORPUS, 2), ("glm-large-record", 1)])
-def test_real_runs(case: str, devices: int, shell: Shell) -> None:
-    how = ("--devices", str(devices), "--explain", "--trace", "--out", shell.out)
-    done = shell("run", case, "--size", "smoke", "--accelerator", "cpu", *how)
-    assert done.code == 0, done.err
+def test_real_runs_write_a_profile_and_a_trace(case: str, devices: int, shell: Shell) -> None:
+    options = ("--devices", str(devices), "--explain", "--trace", "--out", shell.out)
+    result = shell("run", case, "--size", "smoke", "--accelerator", "cpu", *options)
+    assert result.code == 0, result.err
     [record] = shell.records()
     [profile] = record["profile"]
     assert (profile["rank"], profile["steps"]) == (0, 4)
@@ -103,13 +105,13 @@ def test_real_runs(case: str, devices: int, shell: Shell) -> None:
     assert "explain" in record["budget"]
     trace = json.loads(gzip.decompress((shell.out / profile["trace"]).read_bytes()))
     assert trace["traceEvents"]
-    assert "Why it is not higher" in done.out
-    assert done.lines[-1] == f"by kernel: steelyard report {shell.out} --explain"
+    assert "Why it is not higher" in result.out
+    assert result.lines[-1] == f"by kernel: steelyard report {shell.out} --explain"
     [case] = shell("report", shell.out, "--explain", "--json").json()["cases"]
     [explained] = case["runs"][0]["explain"]
     assert min(row["time_s"] for row in explained["rows"]) > 0
     assert sum(row["share"] for row in explained["rows"]) == pytest.approx(1.0, abs=0.01)
     assert shell("verify", shell.out).code == 0
-    told = shell("report", shell.out, "--explain").out
-    assert "other kernels" in told
-    assert "matmuls" in told
+    page = shell("report", shell.out, "--explain").out
+    assert "other kernels" in page
+    assert "matmuls" in page

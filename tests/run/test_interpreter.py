@@ -16,7 +16,7 @@ from fixtures.commands import SRC, Shell
 from fixtures.golden import golden
 from steelyard import __version__
 from steelyard.case.request import split_engine_settings
-from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine import engine_rows
 from steelyard.errors import RequestError
 from steelyard.run import environment
 from steelyard.run.host import Host, is_scrubbed
@@ -25,7 +25,7 @@ from steelyard.run.messages import OpenMessage
 CORPUS = "llama1-7b-openwebtext"
 
 
-def script(folder: Path, text: str) -> str:
+def write_fake_python(folder: Path, text: str) -> str:
     """Write an executable shell script named `python` and return its path."""
     path = folder / "python"
     path.write_text(f"#!/bin/sh\n{text}\n")
@@ -33,17 +33,22 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
-def answer(folder: Path, **other: Any) -> str:
+def write_python_that_answers(folder: Path, **changes: Any) -> str:
     """Write a fake Python that describes itself as JSON, with these facts changed, and return its
     path.
     """
-    told = {"python": "3.12.1", "packages": {"numpy": "2.0"}, "version": __version__, "lacking": []}
-    return script(
-        folder, f"echo '{json.dumps({**told, 'package': environment.hash_package(), **other})}'"
+    facts = {
+        "python": "3.12.1",
+        "packages": {"numpy": "2.0"},
+        "version": __version__,
+        "lacking": [],
+    }
+    return write_fake_python(
+        folder, f"echo '{json.dumps({**facts, 'package': environment.hash_package(), **changes})}'"
     )
 
 
-def refusal(path: str) -> str:
+def refusal_of_python(path: str) -> str:
     """Return the one-line error with which the Python at this path is refused."""
     with pytest.raises(RequestError) as caught:
         environment.inspect_interpreter(path, ["paddle"], os.environ)
@@ -52,47 +57,52 @@ def refusal(path: str) -> str:
 
 
 @pytest.mark.process
-def test_one_that_fits(tmp_path: Path) -> None:
-    found = environment.inspect_interpreter(answer(tmp_path), ["paddle"], os.environ)
-    assert (found.python, found.packages) == ("3.12.1", {"numpy": "2.0"})
+def test_python_with_the_same_steelyard_is_accepted(tmp_path: Path) -> None:
+    interpreter = environment.inspect_interpreter(
+        write_python_that_answers(tmp_path), ["paddle"], os.environ
+    )
+    assert (interpreter.python, interpreter.packages) == ("3.12.1", {"numpy": "2.0"})
 
 
 @pytest.mark.process
-def test_this_one_is_seen_from_outside_as_from_inside() -> None:
-    found = environment.inspect_interpreter(
+def test_this_python_looks_the_same_from_outside_and_inside() -> None:
+    interpreter = environment.inspect_interpreter(
         sys.executable,
         ["json"],
         {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
-    assert found == environment.describe_this_interpreter(["json"])
-    assert found.python == platform.python_version()
+    assert interpreter == environment.describe_this_interpreter(["json"])
+    assert interpreter.python == platform.python_version()
 
 
 @pytest.mark.process
-def test_those_that_do_not_fit(tmp_path: Path) -> None:
+def test_python_without_the_same_steelyard_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "python")
-    named = f"engine.python '{path}'"
+    setting = f"engine.python '{path}'"
     install = f"{path} -m pip install steelyard=={__version__}"
-    assert refusal(path) == golden("cannot-be-started-no-such-file", named)
-    said = refusal(script(tmp_path, "echo 'No module named steelyard' >&2; exit 3"))
-    assert said == golden("ended-with-exit-code-3-no", named, install)
-    assert refusal(script(tmp_path, "echo hello")) == golden(
-        "has-another-steelyard-install-this-one", named, install
+    assert refusal_of_python(path) == golden("cannot-be-started-no-such-file", setting)
+    error = refusal_of_python(
+        write_fake_python(tmp_path, "echo 'No module named steelyard' >&2; exit 3")
     )
-    said = refusal(answer(tmp_path, version="0.0.1"))
+    assert error == golden("ended-with-exit-code-3-no", setting, install)
+    assert refusal_of_python(write_fake_python(tmp_path, "echo hello")) == golden(
+        "has-another-steelyard-install-this-one", setting, install
+    )
+    error = refusal_of_python(write_python_that_answers(tmp_path, version="0.0.1"))
     assert (
-        said == f"{named} has steelyard 0.0.1, here is {__version__}; install this version there:"
+        error
+        == f"{setting} has steelyard 0.0.1, here is {__version__}; install this version there:"
         f" {install}"
     )
-    said = refusal(answer(tmp_path, package="0123"))
-    here = environment.hash_package()
+    error = refusal_of_python(write_python_that_answers(tmp_path, package="0123"))
+    package_hash = environment.hash_package()
     assert (
-        said
-        == f"{named} has another steelyard {__version__} (files 0123, here {here}); install this"
+        error
+        == f"{setting} has another steelyard {__version__} (files 0123, here {package_hash}); install this"
         " one there"
     )
-    assert refusal(answer(tmp_path, lacking=["paddle"])) == golden(
-        "has-no-paddle-and-the-engine", named
+    assert refusal_of_python(write_python_that_answers(tmp_path, lacking=["paddle"])) == golden(
+        "has-no-paddle-and-the-engine", setting
     )
 
 
@@ -103,15 +113,15 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def package(folder: Path, name: str, source: str) -> None:
+def write_package(folder: Path, name: str, source: str) -> None:
     """Write a package whose `__init__.py` holds this source, with an empty submodule `part`."""
     (folder / name).mkdir()
     (folder / name / "__init__.py").write_text(source)
     (folder / name / "part.py").write_text("")
 
 
-def test_a_part_of_a_package_that_is_not_there_is_lacking(packages: Path) -> None:
-    package(packages, "whole_package", "")
+def test_missing_submodule_counts_as_lacking(packages: Path) -> None:
+    write_package(packages, "whole_package", "")
     assert environment.find_missing_modules(
         ["json", "whole_package.part", "no_such_package.part"]
     ) == ["no_such_package.part"]
@@ -140,10 +150,10 @@ def test_a_part_of_a_package_that_is_not_there_is_lacking(packages: Path) -> Non
         ),
     ],
 )
-def test_a_package_that_cannot_be_imported_is_not_told_as_missing(
+def test_package_that_fails_to_import_is_not_reported_as_missing(
     packages: Path, source: str, said: str
 ) -> None:
-    package(packages, "broken_package", source)
+    write_package(packages, "broken_package", source)
     needs = ("broken_package.part",)
     for look in (
         lambda: environment.find_missing_modules(needs),
@@ -155,9 +165,9 @@ def test_a_package_that_cannot_be_imported_is_not_told_as_missing(
 
 
 @pytest.mark.process
-def test_a_host_says_so(packages: Path) -> None:
-    package(packages, "starved_package", "raise MemoryError")
-    asked = {
+def test_hello_of_a_host_reports_a_failing_import(packages: Path) -> None:
+    write_package(packages, "starved_package", "raise MemoryError")
+    fields = {
         "token": "t" * 32,
         "mark": "m",
         "accelerator": "cpu",
@@ -165,30 +175,30 @@ def test_a_host_says_so(packages: Path) -> None:
         "matmul": "fp32",
         "interface": None,
     }
-    asked |= {
+    fields |= {
         "peer": None,
         "environment": {},
         "variables": {},
         "needs": ["starved_package.part"],
         "paths": [],
     }
-    hello = Host(OpenMessage.model_validate(asked)).make_hello()
+    hello = Host(OpenMessage.model_validate(fields)).make_hello()
     assert str(hello.problem).startswith(golden("starved_package-is-installed-but-importing-it"))
 
 
 @pytest.mark.process
-def test_another_python_that_ran_out_of_memory(tmp_path: Path) -> None:
-    path = script(tmp_path, "echo MemoryError >&2; exit 1")
-    said = (
+def test_python_that_runs_out_of_memory_is_refused(tmp_path: Path) -> None:
+    path = write_fake_python(tmp_path, "echo MemoryError >&2; exit 1")
+    expected = (
         f"engine.python '{path}' ran out of memory: MemoryError; free memory, or raise its limit"
         " (ulimit -v), then run again"
     )
-    assert refusal(path) == said
+    assert refusal_of_python(path) == expected
 
 
 @pytest.mark.process
-def test_another_python_whose_package_cannot_be_imported(tmp_path: Path) -> None:
-    package(tmp_path, "starved_package", "raise MemoryError")
+def test_python_whose_package_fails_to_import_is_refused(tmp_path: Path) -> None:
+    write_package(tmp_path, "starved_package", "raise MemoryError")
     with pytest.raises(RequestError) as caught:
         environment.inspect_interpreter(
             sys.executable,
@@ -204,15 +214,17 @@ def test_another_python_whose_package_cannot_be_imported(tmp_path: Path) -> None
 
 
 @pytest.mark.process
-def test_one_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_that_does_not_answer_in_time_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(environment, "INSPECT_S", 0.2)
-    path = script(tmp_path, "exec sleep 60")
-    assert refusal(path) == golden("engine-python-does-not-answer-within", path)
+    path = write_fake_python(tmp_path, "exec sleep 60")
+    assert refusal_of_python(path) == golden("engine-python-does-not-answer-within", path)
 
 
-def test_settings_of_an_engine_are_no_settings_of_a_case() -> None:
-    found, others = split_engine_settings(["tune.compile=false", "engine.python=/a/python"])
-    assert (found.python, others) == ("/a/python", ["tune.compile=false"])
+def test_engine_settings_are_split_from_case_settings() -> None:
+    settings, others = split_engine_settings(["tune.compile=false", "engine.python=/a/python"])
+    assert (settings.python, others) == ("/a/python", ["tune.compile=false"])
     assert split_engine_settings([])[0].python is None
 
 
@@ -230,13 +242,13 @@ def test_settings_of_an_engine_are_no_settings_of_a_case() -> None:
         ("engine.python=", "--set engine.python: String should have at least 1 character"),
     ],
 )
-def test_settings_that_are_wrong(setting: str, said: str) -> None:
+def test_wrong_engine_settings_are_refused(setting: str, said: str) -> None:
     with pytest.raises(RequestError) as caught:
         split_engine_settings([setting])
     assert str(caught.value) == said
 
 
-def test_a_launchers_words_to_paddle_are_not_inherited() -> None:
+def test_paddle_launcher_variables_are_not_inherited() -> None:
     assert all(map(is_scrubbed, ("PADDLE_TRAINER_ID", "PADDLE_MASTER", "PADDLE_DISTRI_BACKEND")))
 
 
@@ -244,13 +256,13 @@ def test_a_run_in_another_python(shell: Shell, tmp_path: Path) -> None:
     """A script that starts this Python counts as another one. The record holds its version but not
     its path.
     """
-    words = ("run", CORPUS, "--size", "smoke", "--accelerator", "cpu", "--steps", "2")
-    refused = shell(*words, "--set", f"engine.python={tmp_path / 'none'}", "--out", shell.out)
+    command = ("run", CORPUS, "--size", "smoke", "--accelerator", "cpu", "--steps", "2")
+    refused = shell(*command, "--set", f"engine.python={tmp_path / 'none'}", "--out", shell.out)
     assert refused.code == 2
     assert f"engine.python '{tmp_path / 'none'}' cannot be started" in refused.err
-    path = script(tmp_path, f'exec {sys.executable} "$@"')
-    done = shell(*words, "--set", f"engine.python={path}", "--out", shell.out)
-    assert done.code == 0, done.err
+    path = write_fake_python(tmp_path, f'exec {sys.executable} "$@"')
+    result = shell(*command, "--set", f"engine.python={path}", "--out", shell.out)
+    assert result.code == 0, result.err
     (record,) = shell.records()
     software = record["environment"]["software"]
     assert software["python"] == software["agent_python"] == platform.python_version()

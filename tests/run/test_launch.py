@@ -29,16 +29,16 @@ SSH = [
 ]
 
 
-def test_local() -> None:
+def test_local_launcher_command() -> None:
     assert launch.make_local_command(Site(python="/elsewhere"), "localhost") == [
         sys.executable,
         *NODE,
     ]
 
 
-def test_ssh() -> None:
-    found = launch.make_ssh_command(Site(python="/opt/s/bin/python"), "north")
-    assert found == [
+def test_ssh_launcher_command() -> None:
+    command = launch.make_ssh_command(Site(python="/opt/s/bin/python"), "north")
+    assert command == [
         *SSH,
         "-o",
         "ConnectTimeout=10",
@@ -51,29 +51,32 @@ def test_ssh_quotes_every_word() -> None:
     """ssh passes one line to a shell on the remote host, so each name from a site file must stay
     one word.
     """
-    odd = "/opt/a b/$(touch pwned)/py'thon"
-    found = launch.make_ssh_command(Site(python=odd), "north")[-1]
-    assert shlex.split(found) == [odd, *NODE]
+    python_path = "/opt/a b/$(touch pwned)/py'thon"
+    remote_line = launch.make_ssh_command(Site(python=python_path), "north")[-1]
+    assert shlex.split(remote_line) == [python_path, *NODE]
 
 
 @pytest.mark.process
 def test_a_prologue_runs_before_the_agent() -> None:
-    here = Site(
+    site_settings = Site(
         prologue="module load cuda",
         host={"south": HostSettings(python="py", prologue="echo a; echo 'b c'")},
     )
-    assert launch.make_ssh_command(here, "north")[-1] == shlex.join(
+    assert launch.make_ssh_command(site_settings, "north")[-1] == shlex.join(
         ["sh", "-c", 'module load cuda\nexec "$@"', "sh", "python3", *NODE]
     )
-    words = shlex.split(launch.make_ssh_command(here, "south")[-1])
-    assert words[3:] == ["sh", "py", *NODE]
-    done = subprocess.run(
-        [*words[:4], "printf", "%s|", "x y", "$z"], capture_output=True, text=True, check=True
+    words_of_command = shlex.split(launch.make_ssh_command(site_settings, "south")[-1])
+    assert words_of_command[3:] == ["sh", "py", *NODE]
+    result = subprocess.run(
+        [*words_of_command[:4], "printf", "%s|", "x y", "$z"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert done.stdout == "a\nb c\nx y|$z|"
+    assert result.stdout == "a\nb c\nx y|$z|"
 
 
-def test_srun() -> None:
+def test_srun_launcher_command() -> None:
     common = [
         "--nodes=1",
         "--ntasks=1",
@@ -92,7 +95,7 @@ def test_srun() -> None:
     ]
 
 
-def test_salloc() -> None:
+def test_salloc_command() -> None:
     slurm = SlurmSettings(
         partition="gpu", account="lab", time="01:00:00", gpus_per_node=8, options=["--exclusive"]
     )
@@ -109,7 +112,7 @@ def test_salloc() -> None:
     ]
 
 
-def test_hosts_of_a_run() -> None:
+def test_hosts_come_from_site_file_or_allocation() -> None:
     rows = launch.load_launchers()
     assert launch.choose_hosts(rows["local"], Site(), 1) == ["localhost"]
     assert launch.choose_hosts(rows["ssh"], Site(hosts=["a", "b", "c"]), 2) == ["a", "b"]
@@ -134,19 +137,21 @@ def test_hosts_of_a_run() -> None:
         ("ssh", ["a", "a"], 2, "a host is listed twice in a, a"),
     ],
 )
-def test_hosts_that_are_not_there(launcher: str, hosts: list[str], nodes: int, why: str) -> None:
+def test_more_hosts_than_available_are_refused(
+    launcher: str, hosts: list[str], nodes: int, why: str
+) -> None:
     with pytest.raises(RequestError, match=why):
         launch.choose_hosts(launch.get_launcher(launcher), Site(hosts=hosts), nodes)
 
 
-def test_an_unknown_launcher() -> None:
+def test_unknown_launcher_is_refused() -> None:
     with pytest.raises(
         RequestError, match="--launcher 'pbs' is not known; known: local, ssh, slurm"
     ):
         launch.get_launcher("pbs")
 
 
-FULL = """
+FULL_SITE_FILE = """
 machine = "two boxes"
 network = "25 GbE"
 launcher = "ssh"
@@ -165,19 +170,19 @@ options = ["--exclusive"]
 """
 
 
-def test_a_site_file(tmp_path: Path) -> None:
-    (tmp_path / "site.toml").write_text(FULL)
-    found = site.read_site(tmp_path / "site.toml")
-    assert found.hosts == ["north", "me@south"]
-    sha256 = hashlib.sha256(FULL.encode()).hexdigest()
-    assert found.describe() == {
+def test_site_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "site.toml").write_text(FULL_SITE_FILE)
+    site_settings = site.read_site(tmp_path / "site.toml")
+    assert site_settings.hosts == ["north", "me@south"]
+    sha256 = hashlib.sha256(FULL_SITE_FILE.encode()).hexdigest()
+    assert site_settings.describe() == {
         "machine": "two boxes",
         "network": "25 GbE",
         "file": "site.toml",
         "file_sha256": sha256,
     }
-    assert found.choose_python("me@south") == "/opt/steelyard/bin/python"
-    assert (found.choose_prologue("north"), found.choose_prologue("me@south")) == (
+    assert site_settings.choose_python("me@south") == "/opt/steelyard/bin/python"
+    assert (site_settings.choose_prologue("north"), site_settings.choose_prologue("me@south")) == (
         "module load cuda",
         None,
     )
@@ -185,7 +190,7 @@ def test_a_site_file(tmp_path: Path) -> None:
 
 
 # Variables through which a process loads or runs other code.
-LOADERS = [
+CODE_LOADING_VARIABLES = [
     "LD_PRELOAD",
     "LD_LIBRARY_PATH",
     "PYTHONPATH",
@@ -209,7 +214,7 @@ LOADERS = [
         ('[environment]\n"A B" = "x"', "environment"),
         *(
             (f'[environment]\n{name} = "x"', f"'{name}' is not a variable that a site file may set")
-            for name in LOADERS
+            for name in CODE_LOADING_VARIABLES
         ),
         (
             '[environment]\nNCCL_IB_HAC = "x"',
@@ -224,7 +229,7 @@ LOADERS = [
         ("silence_s = 0.1", "silence_s"),
     ],
 )
-def test_a_bad_site_file(tmp_path: Path, text: str, why: str) -> None:
+def test_bad_site_file_is_refused(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "site.toml").write_text(text)
     with pytest.raises(RequestError, match=why):
         site.read_site(tmp_path / "site.toml")
@@ -252,17 +257,17 @@ def test_a_site_file_is_named_or_the_users_own(own: Path, tmp_path: Path) -> Non
     assert site.find_site_file(None) is None
 
 
-def test_a_site_file_of_the_working_directory_is_not_taken(own: Path) -> None:
-    here = Path("site.toml")
+def test_site_file_in_the_working_directory_is_not_used(own: Path) -> None:
+    local_file = Path("site.toml")
     assert site.find_unused_site_file(own) is None
-    here.write_text('[environment]\nNCCL_DEBUG = "WARN"')
+    local_file.write_text('[environment]\nNCCL_DEBUG = "WARN"')
     assert site.find_site_file(None) == own
-    assert site.find_unused_site_file(own) == here
-    assert site.find_unused_site_file(None) == here
-    assert site.find_unused_site_file(here) is None
+    assert site.find_unused_site_file(own) == local_file
+    assert site.find_unused_site_file(None) == local_file
+    assert site.find_unused_site_file(local_file) is None
 
 
-def test_a_relative_configuration_folder_is_not_taken(
+def test_relative_configuration_folder_is_not_used(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -294,7 +299,7 @@ def test_a_site_file_in_a_folder_that_others_can_write_is_refused(own: Path) -> 
         site.find_site_file(None)
 
 
-def test_a_packed_site_file_is_not_unpacked(tmp_path: Path) -> None:
+def test_gzipped_site_file_is_refused(tmp_path: Path) -> None:
     """A record holds the hash of the file as it is stored."""
     (tmp_path / "site.toml").write_bytes(gzip.compress(b"devices = 2"))
     with pytest.raises(RequestError, match="is not a site file"):
@@ -310,7 +315,7 @@ def test_a_site_file_of_another_user_is_refused(own: Path, monkeypatch: pytest.M
         site.find_site_file(None)
 
 
-def test_a_configuration_folder_that_cannot_be_read(
+def test_unreadable_configuration_folder_is_refused(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(path: Path) -> os.stat_result:
@@ -323,6 +328,6 @@ def test_a_configuration_folder_that_cannot_be_read(
         site.find_site_file(None)
 
 
-def test_no_allocation_around_us() -> None:
+def test_no_current_allocation_outside_slurm() -> None:
     assert launch.find_current_allocation({}) is None
     assert launch.find_current_allocation({"SLURM_JOB_ID": "7"}) is None

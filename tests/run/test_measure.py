@@ -11,7 +11,7 @@ from steelyard.run.measure import Budget, measure, measure_bare, measure_mean_ti
 COUNTS = {"tokens": 0, "samples": 1, "logits": 1, "pairs": 1, "square": 1}
 
 
-class Clock:
+class FakeClock:
     """A clock that moves only when a test or a fake device sets `now`, in seconds."""
 
     def __init__(self) -> None:
@@ -21,39 +21,39 @@ class Clock:
         return self.now
 
 
-class Event:
+class FakeEvent:
     """A fake device event that holds the time at which the device reaches it, in seconds."""
 
-    def __init__(self, at_s: float) -> None:
-        self.at_s = at_s
+    def __init__(self, time_s: float) -> None:
+        self.at_s = time_s
 
-    def elapsed_s(self, later: "Event") -> float:
+    def elapsed_s(self, later: "FakeEvent") -> float:
         return later.at_s - self.at_s
 
 
-class Device:
+class FakeDevice:
     """A fake asynchronous device: work is queued at once and done later, in order. It counts its
     synchronizations.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
-        self.free_at = clock.now
+        self.free_at_s = clock.now
         self.synchronized = 0
 
     def launch(self, time_s: float) -> None:
-        self.free_at = max(self.free_at, self.clock.now) + time_s
+        self.free_at_s = max(self.free_at_s, self.clock.now) + time_s
 
-    def event(self) -> Event:
-        return Event(max(self.free_at, self.clock.now))
+    def event(self) -> FakeEvent:
+        return FakeEvent(max(self.free_at_s, self.clock.now))
 
     def synchronize(self) -> None:
         self.synchronized += 1
-        self.clock.now = max(self.clock.now, self.free_at)
+        self.clock.now = max(self.clock.now, self.free_at_s)
 
 
-def engine(
-    clock: Clock, device: Device, steps: int = 3, hidden_s: float = 0.0
+def run_fake_engine(
+    clock: FakeClock, device: FakeDevice, steps: int = 3, hidden_s: float = 0.0
 ) -> Iterator[Phase | Work]:
     """Yield the phases and work of `steps` steps: the host takes 0.25 s to make inputs, the device
     copies them in 0.5 s and computes for 2 s.
@@ -71,9 +71,9 @@ def engine(
 
 
 def test_a_pass_is_timed_to_the_end_of_the_device():
-    clock = Clock()
-    device = Device(clock)
-    trace = measure(engine(clock, device), device, clock=clock)
+    clock = FakeClock()
+    device = FakeDevice(clock)
+    trace = measure(run_fake_engine(clock, device), device, clock=clock)
     samples = trace.make_samples("infer")
     assert trace.start_clock_s == 100.0
     # 0.25 s until the first copy, then the device is never idle: three times 0.5 + 2 s.
@@ -87,49 +87,49 @@ def test_a_pass_is_timed_to_the_end_of_the_device():
     assert [s.values for s in samples] == [{"loss": 1.5}] * 3
 
 
-def test_the_loop_waits_for_the_device_only_at_the_borders():
-    clock = Clock()
-    device = Device(clock)
-    measure(engine(clock, device, steps=50), device, clock=clock).make_samples("infer")
+def test_device_is_synchronized_only_before_and_after_a_pass():
+    clock = FakeClock()
+    device = FakeDevice(clock)
+    measure(run_fake_engine(clock, device, steps=50), device, clock=clock).make_samples("infer")
     assert device.synchronized == 2
 
 
-def test_work_hidden_behind_the_last_mark_is_in_the_wall_time():
-    clock = Clock()
-    device = Device(clock)
-    trace = measure(engine(clock, device, hidden_s=10.0), device, clock=clock)
+def test_work_after_the_last_step_counts_in_the_wall_time():
+    clock = FakeClock()
+    device = FakeDevice(clock)
+    trace = measure(run_fake_engine(clock, device, hidden_s=10.0), device, clock=clock)
     samples = trace.make_samples("infer")
     assert trace.wall_s == 17.75
     assert samples[-1].end_s == 7.75
 
 
-def test_steps_are_told_as_they_are_queued():
-    clock = Clock()
-    device = Device(clock)
-    told: list[int] = []
-    measure(engine(clock, device), device, clock=clock, step_done=told.append)
-    assert told == [1, 2, 3]
+def test_steps_are_reported_as_they_are_queued():
+    clock = FakeClock()
+    device = FakeDevice(clock)
+    steps_done: list[int] = []
+    measure(run_fake_engine(clock, device), device, clock=clock, step_done=steps_done.append)
+    assert steps_done == [1, 2, 3]
 
 
 def test_an_engine_that_marks_no_phases_has_none():
-    clock = Clock()
-    device = Device(clock)
+    clock = FakeClock()
+    device = FakeDevice(clock)
 
-    def plain() -> Iterator[Phase | Work]:
+    def run_without_phases() -> Iterator[Phase | Work]:
         device.launch(1.0)
         yield Work(COUNTS | {"tokens": 1})
 
-    trace = measure(plain(), device, clock=clock)
+    trace = measure(run_without_phases(), device, clock=clock)
     samples = trace.make_samples("val", rank=3)
     (sample,) = samples
     assert (sample.phases, sample.rank, sample.pass_name, sample.end_s) == ({}, 3, "val", 1.0)
 
 
 def test_a_phase_that_comes_twice_in_a_step_adds_up():
-    clock = Clock()
-    device = Device(clock)
+    clock = FakeClock()
+    device = FakeDevice(clock)
 
-    def twice() -> Iterator[Phase | Work]:
+    def run_phases_twice() -> Iterator[Phase | Work]:
         for time_s in (1.0, 2.0):
             yield Phase("data")
             device.launch(0.5)
@@ -137,41 +137,41 @@ def test_a_phase_that_comes_twice_in_a_step_adds_up():
             device.launch(time_s)
         yield Work(COUNTS | {"tokens": 1})
 
-    (sample,) = measure(twice(), device, clock=clock).make_samples("infer")
+    (sample,) = measure(run_phases_twice(), device, clock=clock).make_samples("infer")
     assert sample.phases == {"data": 1.0, "compute": 3.0}
 
 
 def test_values_that_are_not_finite_become_null():
-    clock = Clock()
-    device = Device(clock)
+    clock = FakeClock()
+    device = FakeDevice(clock)
 
-    def bad() -> Iterator[Phase | Work]:
+    def run_with_bad_values() -> Iterator[Phase | Work]:
         yield Work({}, {"loss": float("nan"), "norm": float("inf"), "fine": 2})
 
-    (sample,) = measure(bad(), device, clock=clock).make_samples("infer")
+    (sample,) = measure(run_with_bad_values(), device, clock=clock).make_samples("infer")
     assert sample.values == {"loss": None, "norm": None, "fine": 2.0}
 
 
-def test_the_bare_loop_does_the_same_work_and_keeps_nothing():
-    clock = Clock()
-    device = Device(clock)
-    trace = measure_bare(engine(clock, device), device, clock)
+def test_bare_loop_does_the_same_work_without_samples():
+    clock = FakeClock()
+    device = FakeDevice(clock)
+    trace = measure_bare(run_fake_engine(clock, device), device, clock)
     assert (trace.wall_s, trace.make_samples("infer"), device.synchronized) == (7.75, [], 2)
 
 
 def test_an_error_of_the_engine_passes_through():
-    clock = Clock()
+    clock = FakeClock()
 
     def broken() -> Iterator[Phase | Work]:
         yield Phase("data")
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        measure(broken(), Device(clock), clock=clock).make_samples("infer")
+        measure(broken(), FakeDevice(clock), clock=clock).make_samples("infer")
 
 
 def test_budget_parts_add_up_and_time_between_them_is_named():
-    clock = Clock()
+    clock = FakeClock()
     budget = Budget(clock)
     with budget.part("imports"):
         clock.now += 3.0
@@ -192,7 +192,7 @@ def test_budget_parts_add_up_and_time_between_them_is_named():
 
 
 def test_a_part_that_fails_still_counts():
-    clock = Clock()
+    clock = FakeClock()
     budget = Budget(clock)
     with pytest.raises(KeyError), budget.part("weights"):
         clock.now += 2.0
@@ -201,8 +201,8 @@ def test_a_part_that_fails_still_counts():
 
 
 def test_mean_time_is_device_time_over_calls():
-    clock = Clock()
-    device = Device(clock)
+    clock = FakeClock()
+    device = FakeDevice(clock)
 
     def work() -> None:
         clock.now += 0.001
@@ -212,19 +212,19 @@ def test_mean_time_is_device_time_over_calls():
     assert measure_mean_time_s(work, device, 0.01, clock) == pytest.approx(0.5, abs=1e-3)
 
 
-def test_host_events_know_only_each_other():
-    clock = Clock()
+def test_host_event_refuses_events_of_another_kind():
+    clock = FakeClock()
     first = HostEvent(clock)
     clock.now += 2.0
     assert first.elapsed_s(HostEvent(clock)) == 2.0
     with pytest.raises(TypeError):
-        first.elapsed_s(Event(3.0))
+        first.elapsed_s(FakeEvent(3.0))
 
 
-def test_work_that_counts_too_little_is_refused():
+def test_work_without_all_counts_is_refused():
     """A step without work counts nothing; one that counts, counts all that a formula reads."""
-    clock = Clock()
-    device = Device(clock)
+    clock = FakeClock()
+    device = FakeDevice(clock)
     assert measure(iter([Work({})]), device, clock=clock).make_samples("infer")[0].counts == {}
     with pytest.raises(
         ValueError, match="the Work of step 1 does not count samples, logits, pairs, square"
@@ -238,14 +238,16 @@ def test_work_that_counts_too_little_is_refused():
     ("kind", "device_s", "cpu_s"),
     [("device", 2.5, 3.0), ("host", None, 3.0), ("reported", None, None)],
 )
-def test_whose_clock_it_was(kind: str, device_s: float | None, cpu_s: float | None):
+def test_device_and_cpu_time_depend_on_the_kind_of_events(
+    kind: str, device_s: float | None, cpu_s: float | None
+):
     """For a program that reports its own times, neither the CPU time of this process nor a device
     clock is known.
     """
-    clock = Clock()
-    events = {"device": Event, "reported": ReportedEvent, "host": lambda at_s: HostEvent(clock)}
+    clock = FakeClock()
+    events = {"device": FakeEvent, "reported": ReportedEvent, "host": lambda at_s: HostEvent(clock)}
 
-    class Told(Device):
+    class DeviceOfKind(FakeDevice):
         def event(self):
             return events[kind](clock.now)
 
@@ -253,8 +255,8 @@ def test_whose_clock_it_was(kind: str, device_s: float | None, cpu_s: float | No
         clock.now += 2.5
         yield Work(COUNTS)
 
-    busy = iter((1.0, 4.0))
-    trace = measure(work(), Told(clock), clock=clock, busy=lambda: next(busy))
+    cpu_times = iter((1.0, 4.0))
+    trace = measure(work(), DeviceOfKind(clock), clock=clock, busy=lambda: next(cpu_times))
     samples = trace.make_samples("train")
     assert (trace.clock, trace.wall_s, trace.device_s, trace.cpu_s) == (kind, 2.5, device_s, cpu_s)
     assert (samples[0].end_s, samples[0].host_end_s) == (2.5, 2.5)

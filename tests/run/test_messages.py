@@ -20,12 +20,12 @@ from steelyard.run.messages import (
 TOKEN = "a" * 32
 
 
-def line(**table: Any) -> bytes:
+def encode_line(**fields: Any) -> bytes:
     """Return the fields as one line of JSON."""
-    return json.dumps(table).encode() + b"\n"
+    return json.dumps(fields).encode() + b"\n"
 
 
-def test_a_message_survives_its_line() -> None:
+def test_message_round_trips_through_one_line() -> None:
     sent = PingMessage(token=TOKEN, sent_s=1.5)
     raw = messages.encode_message(sent)
     assert raw.count(b"\n") == 1
@@ -36,24 +36,24 @@ def test_a_message_survives_its_line() -> None:
 @pytest.mark.parametrize(
     "raw,why",
     [
-        (line(kind="stop", token="b" * 32), "another token"),
-        (line(kind="stop"), "another token, or none"),
-        (line(kind="stop", token=7), "another token"),
+        (encode_line(kind="stop", token="b" * 32), "another token"),
+        (encode_line(kind="stop"), "another token, or none"),
+        (encode_line(kind="stop", token=7), "another token"),
         (b"Welcome to host north!\n", "no JSON"),
         (b"[1, 2]\n", "another token, or none"),
         (b"[" * 100_000 + b"\n", "no JSON"),
-        (line(kind="reboot", token=TOKEN), "kind"),
-        (line(kind="stop", token=TOKEN, command="rm"), "command"),
-        (line(kind="ping", token=TOKEN, sent_s="soon"), "sent_s"),
+        (encode_line(kind="reboot", token=TOKEN), "kind"),
+        (encode_line(kind="stop", token=TOKEN, command="rm"), "command"),
+        (encode_line(kind="ping", token=TOKEN, sent_s="soon"), "sent_s"),
         (b'{"kind":"ping","token":"' + TOKEN.encode() + b'","sent_s":NaN}', "sent_s"),
     ],
 )
-def test_what_is_no_message_is_refused(raw: bytes, why: str) -> None:
+def test_malformed_message_is_refused(raw: bytes, why: str) -> None:
     with pytest.raises(MessageError, match=why):
         messages.decode_message(raw, TO_AGENT, TOKEN)
 
 
-def test_each_side_takes_only_what_is_for_it() -> None:
+def test_messages_for_the_other_side_are_refused() -> None:
     with pytest.raises(MessageError):
         messages.decode_message(messages.encode_message(StopMessage(token=TOKEN)), TO_PARENT, TOKEN)
     with pytest.raises(MessageError):
@@ -62,17 +62,17 @@ def test_each_side_takes_only_what_is_for_it() -> None:
         )
 
 
-def test_a_line_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_beyond_the_size_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MAX_LINE_BYTES", 10)
     with pytest.raises(MessageError, match="more than 10 bytes"):
         messages.decode_message(b"x" * 11, TO_AGENT, TOKEN)
 
 
-def test_a_rank_file_that_changed_on_its_way() -> None:
-    said = messages.make_rank_file_message(TOKEN, 3, '{"rank": 3}')
-    assert messages.is_intact(said)
-    assert not messages.is_intact(said.model_copy(update={"text": '{"rank": 4}'}))
+def test_rank_file_that_changed_in_transit_is_detected() -> None:
+    message = messages.make_rank_file_message(TOKEN, 3, '{"rank": 3}')
+    assert messages.is_intact(message)
+    assert not messages.is_intact(message.model_copy(update={"text": '{"rank": 4}'}))
 
 
-def test_tokens_differ() -> None:
+def test_tokens_are_unique() -> None:
     assert len({messages.make_token() for _ in range(8)}) == 8

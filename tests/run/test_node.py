@@ -66,27 +66,27 @@ class Agent:
             f"no {kind}: {self.process.stderr.read() if self.process.stderr else b''!r}"
         )
 
-    def open(self, **over: Any) -> dict[str, Any]:
+    def open(self, **changes: Any) -> dict[str, Any]:
         """Send the open message with these fields changed and return the agent's hello."""
-        self.send(opening(**over))
+        self.send(make_open_message(**changes))
         return self.hear("hello")
 
 
-def failure(code: str, text: str) -> dict[str, Any]:
+def make_failure(code: str, text: str) -> dict[str, Any]:
     """Return a failure without a rank, as a message holds it."""
     return {"code": code, "text": text, "rank": None}
 
 
-def opening(**over: Any) -> OpenMessage:
+def make_open_message(**changes: Any) -> OpenMessage:
     """Return the open message of a run on one CPU device, with these fields changed."""
-    base: dict[str, Any] = {
+    required_fields: dict[str, Any] = {
         "token": TOKEN,
         "mark": "m" * 16,
         "accelerator": "cpu",
         "devices": 1,
         "matmul": "fp32",
     }
-    more: dict[str, Any] = {
+    optional_fields: dict[str, Any] = {
         "interface": None,
         "peer": None,
         "environment": {},
@@ -94,20 +94,20 @@ def opening(**over: Any) -> OpenMessage:
         "needs": [],
         "paths": [],
     }
-    return OpenMessage(**(base | more | over))
+    return OpenMessage(**(required_fields | optional_fields | changes))
 
 
 @pytest.fixture
 def agent(shell: Shell) -> Iterator[Agent]:
     """Start a node agent, and kill it and all its processes after the test."""
-    one = Agent(shell)
-    yield one
-    one.process.kill()
-    one.process.wait()
+    started_agent = Agent(shell)
+    yield started_agent
+    started_agent.process.kill()
+    started_agent.process.wait()
     shell.clean()
 
 
-def test_hello(agent: Agent) -> None:
+def test_hello_reports_devices_paths_and_modules(agent: Agent) -> None:
     hello = agent.open(
         paths=[["/no/such/file", "/"], ["/no/such/file"]], needs=["pydantic", "no_such_module"]
     )
@@ -118,10 +118,12 @@ def test_hello(agent: Agent) -> None:
     assert hello["problem"] is None
 
 
-def test_with_another_host_it_listens_on_the_named_interface_alone(agent: Agent) -> None:
+def test_with_a_peer_the_agent_listens_only_on_the_named_interface(agent: Agent) -> None:
     hello = agent.open(peer="localhost", interface="lo")
     (port,) = [
-        one for one in psutil.Process(agent.process.pid).net_connections() if one.status == "LISTEN"
+        connection
+        for connection in psutil.Process(agent.process.pid).net_connections()
+        if connection.status == "LISTEN"
     ]
     assert (
         (port.laddr.ip, port.laddr.port)
@@ -130,13 +132,13 @@ def test_with_another_host_it_listens_on_the_named_interface_alone(agent: Agent)
     )
 
 
-def test_an_interface_that_is_not_there(agent: Agent) -> None:
+def test_unknown_interface_is_reported(agent: Agent) -> None:
     assert agent.open(peer="localhost", interface="ib7")["problem"].startswith(
         "no interface 'ib7'; there are: lo"
     )
 
 
-def test_the_interface_of_the_route(agent: Agent) -> None:
+def test_interface_of_the_route_is_chosen(agent: Agent) -> None:
     assert agent.open(peer="127.0.0.1")["interface"] == "lo"
 
 
@@ -157,10 +159,12 @@ def test_pings_are_answered_with_the_clock(agent: Agent) -> None:
             ),
             b"token",
         ),
-        (messages.encode_message(opening()), b"open was not expected now"),
+        (messages.encode_message(make_open_message()), b"open was not expected now"),
     ],
 )
-def test_what_is_no_message_of_this_run_ends_it(agent: Agent, line: bytes, why: bytes) -> None:
+def test_message_without_the_runs_token_ends_the_agent(
+    agent: Agent, line: bytes, why: bytes
+) -> None:
     """Only the parent knows the token; whoever writes into the pipe without it is not the parent."""
     agent.open()
     agent.send(line)
@@ -169,21 +173,23 @@ def test_what_is_no_message_of_this_run_ends_it(agent: Agent, line: bytes, why: 
     assert why in err
 
 
-def test_nothing_can_be_started_before_open(agent: Agent) -> None:
+def test_start_before_open_is_refused(agent: Agent) -> None:
     agent.send(StartMessage(token=TOKEN, run={}, world=1))
     _, err = agent.process.communicate(timeout=300)
     assert (agent.process.returncode, b"start was not expected now" in err) == (2, True)
 
 
-def test_a_silent_parent_is_gone(agent: Agent) -> None:
+def test_agent_ends_when_the_parent_is_silent(agent: Agent) -> None:
     agent.open(silence_s=0.5)
     bye = agent.hear("bye")
-    assert bye["failure"] == failure("parent_silent", golden("nothing-was-heard-of-the-parent"))
+    assert bye["failure"] == make_failure(
+        "parent_silent", golden("nothing-was-heard-of-the-parent")
+    )
     assert agent.process.wait(300) == 0
 
 
 @pytest.mark.full
-def test_a_parent_that_takes_nothing_holds_up_nobody(agent: Agent) -> None:
+def test_agent_ends_even_if_the_parent_reads_nothing(agent: Agent) -> None:
     """A pipe holds 64 KiB and each of the 5000 answers more than 80 bytes, so the agent cannot
     write all of them.
     """
@@ -192,7 +198,7 @@ def test_a_parent_that_takes_nothing_holds_up_nobody(agent: Agent) -> None:
     assert agent.process.wait(300) == 0
 
 
-def test_a_closed_pipe_is_a_parent_that_is_gone(agent: Agent) -> None:
+def test_agent_ends_when_the_parents_pipe_closes(agent: Agent) -> None:
     agent.open()
     assert agent.process.stdin is not None
     agent.process.stdin.close()
@@ -201,16 +207,16 @@ def test_a_closed_pipe_is_a_parent_that_is_gone(agent: Agent) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_an_agent_that_is_told_to_end_says_so(agent: Agent, number: int) -> None:
+def test_agent_reports_the_signal_that_ended_it(agent: Agent, number: int) -> None:
     agent.open()
     agent.process.send_signal(number)
     bye = agent.hear("bye")
-    assert bye["failure"] == failure(
+    assert bye["failure"] == make_failure(
         "agent_ended", f"the agent was ended by {signal.Signals(number).name}"
     )
 
 
-def test_stop_before_start(agent: Agent) -> None:
+def test_stop_before_start_ends_the_agent(agent: Agent) -> None:
     agent.open()
     agent.send(StopMessage(token=TOKEN))
     # without a bye the parent would take the agent for lost
@@ -218,15 +224,15 @@ def test_stop_before_start(agent: Agent) -> None:
 
 
 @pytest.mark.parametrize("number,code", [("ENOSPC", "disk_full"), ("EACCES", "not_started")])
-def test_ranks_that_cannot_be_started(shell: Shell, number: str, code: str) -> None:
+def test_failure_to_start_ranks_is_reported(shell: Shell, number: str, code: str) -> None:
     """The folder of a run is the first thing that the agent writes to disk."""
-    fails = f"""
+    program = f"""
 import errno, os, tempfile
 def fail(*arguments, **options):
     raise OSError(errno.{number}, os.strerror(errno.{number}))
 tempfile.mkdtemp = fail
 """
-    (shell.folder / "sitecustomize.py").write_text(fails)
+    (shell.folder / "sitecustomize.py").write_text(program)
     agent = Agent(Shell(shell.folder, (shell.folder,)))
     agent.open()
     agent.send(StartMessage(token=TOKEN, run={}, world=1))
@@ -236,7 +242,7 @@ tempfile.mkdtemp = fail
     assert agent.process.wait(300) == 0
 
 
-def test_a_spec_that_is_none_ends_the_worker_not_the_agent(agent: Agent) -> None:
+def test_invalid_run_spec_ends_the_worker_but_not_the_agent(agent: Agent) -> None:
     agent.open()
     agent.send(StartMessage(token=TOKEN, run={"case": 1}, world=1))
     assert agent.hear("exit")["code"] == 1
@@ -245,7 +251,7 @@ def test_a_spec_that_is_none_ends_the_worker_not_the_agent(agent: Agent) -> None
     assert "ValidationError" in bye["stderr_tails"]["0"]
 
 
-def test_sweep_ends_what_carries_the_mark(agent: Agent, shell: Shell) -> None:
+def test_sweep_ends_processes_with_the_runs_mark(agent: Agent, shell: Shell) -> None:
     ours = subprocess.Popen(
         ["sleep", "300"],
         env={**shell.env(), messages.MARK_VARIABLE: "m" * 16},
@@ -263,24 +269,24 @@ def test_sweep_ends_what_carries_the_mark(agent: Agent, shell: Shell) -> None:
         assert other.poll() is None
         assert [path.name for path in shell.tmp.iterdir()] == [f"steelyard-{'n' * 16}-x1"]
     finally:
-        for one in (ours, other):
-            one.kill()
-            one.wait()
+        for process in (ours, other):
+            process.kill()
+            process.wait()
 
 
-def test_sweep_ends_an_agent_that_is_stopped(agent: Agent, shell: Shell) -> None:
+def test_sweep_ends_a_suspended_agent(agent: Agent, shell: Shell) -> None:
     """Over ssh nobody else would end it: the agent is no child of the parent there, and its
     environment does not hold the mark.
     """
-    lost = Agent(shell)
-    lost.open(mark="m" * 16)
-    lost.process.send_signal(signal.SIGSTOP)
+    suspended_agent = Agent(shell)
+    suspended_agent.open(mark="m" * 16)
+    suspended_agent.process.send_signal(signal.SIGSTOP)
     agent.send(SweepMessage(token=TOKEN, mark="m" * 16, environment={}))
     assert agent.hear("bye")["ended"] == 1
-    assert lost.process.wait(300) == 0
+    assert suspended_agent.process.wait(300) == 0
 
 
-def test_what_a_plug_in_prints_is_no_message(shell: Shell) -> None:
+def test_output_of_plug_ins_is_not_taken_for_a_message(shell: Shell) -> None:
     (shell.folder / "sitecustomize.py").write_text("print('hello from a plug-in')\n")
     agent = Agent(Shell(shell.folder, (shell.folder,)))
     assert agent.process.stdout is not None
@@ -293,18 +299,18 @@ def test_what_a_plug_in_prints_is_no_message(shell: Shell) -> None:
 
 def test_devices_are_claimed_by_one_agent(shell: Shell) -> None:
     agents = [Agent(shell)]
-    end = time.monotonic() + 300
+    deadline_s = time.monotonic() + 300
     try:
-        while agents[-1].open()["devices"][0]["busy"] is not None and time.monotonic() < end:
+        while agents[-1].open()["devices"][0]["busy"] is not None and time.monotonic() < deadline_s:
             agents.append(Agent(shell))  # another test had claimed it
         agents.append(Agent(shell))
-        found = agents[-1].open()["devices"][0]["busy"]
-        assert found is not None
-        assert found.startswith("another run, of process ")
+        busy = agents[-1].open()["devices"][0]["busy"]
+        assert busy is not None
+        assert busy.startswith("another run, of process ")
     finally:
-        for one in agents:
-            one.process.kill()
-            one.process.wait()
+        for started_agent in agents:
+            started_agent.process.kill()
+            started_agent.process.wait()
 
 
 @pytest.mark.parametrize(
@@ -314,18 +320,18 @@ def test_devices_are_claimed_by_one_agent(shell: Shell) -> None:
         ({"NCCL_SOCKET_IFNAME": "ib"}, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib"}),
     ],
 )
-def test_workers_are_told_one_interface(
+def test_workers_use_one_network_interface(
     environment: dict[str, str], told: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL matches interfaces by prefix unless the name begins with `=`; a value from the site file
     is left as it is.
     """
     monkeypatch.setattr(os, "environ", {})
-    found = Host(opening(environment=environment)).make_worker_environment()
-    assert {name: value for name, value in found.items() if name.endswith("_IFNAME")} == told
+    variables = Host(make_open_message(environment=environment)).make_worker_environment()
+    assert {name: value for name, value in variables.items() if name.endswith("_IFNAME")} == told
 
 
-class Said:
+class RecordingSender:
     """A message sender that stores the messages instead of writing them."""
 
     is_connected = True
@@ -340,7 +346,7 @@ class Said:
         pass
 
 
-class Starved:
+class RanksWithoutMemory:
     """A stand-in for the ranks of a node that raises MemoryError when news are read."""
 
     is_over, cleaned = False, False
@@ -353,62 +359,62 @@ class Starved:
         self.cleaned = True
 
 
-def in_process(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Said]:
+def make_agent_in_process(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, RecordingSender]:
     """Return an agent in this process, which has received no message yet, and the sender that
     stores its messages.
     """
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    said = Said()
-    made: Any = node.NodeAgent(SimpleQueue(), said)  # type: ignore[arg-type]
-    made._token = TOKEN
-    return made, said
+    sender = RecordingSender()
+    node_agent: Any = node.NodeAgent(SimpleQueue(), sender)  # type: ignore[arg-type]
+    node_agent._token = TOKEN
+    return node_agent, sender
 
 
-STARVED = Failure(
+AGENT_OUT_OF_MEMORY = Failure(
     "out_of_memory", "the agent ran out of memory; free memory, or raise its limit (ulimit -v)"
 )
 
 
-def test_an_agent_that_runs_out_of_memory_ends_its_ranks_and_says_so(
+def test_agent_out_of_memory_ends_its_ranks_and_reports_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, said = in_process(monkeypatch)
-    made._ranks = ranks = Starved()
-    made.run()
-    (bye,) = [one for one in said.messages if isinstance(one, ByeMessage)]
-    assert (bye.failure, bye.ended, ranks.cleaned) == (STARVED, 1, True)
+    node_agent, sender = make_agent_in_process(monkeypatch)
+    node_agent._ranks = ranks = RanksWithoutMemory()
+    node_agent.run()
+    (bye,) = [message for message in sender.messages if isinstance(message, ByeMessage)]
+    assert (bye.failure, bye.ended, ranks.cleaned) == (AGENT_OUT_OF_MEMORY, 1, True)
 
 
-def test_so_does_one_that_never_got_to_say_hello(monkeypatch: pytest.MonkeyPatch) -> None:
-    def starve(_: OpenMessage) -> Host:
+def test_agent_out_of_memory_before_hello_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_memory_error(_: OpenMessage) -> Host:
         raise MemoryError
 
-    made, said = in_process(monkeypatch)
-    made._token = None
-    monkeypatch.setattr(node, "Host", starve)
-    made._lines.put(messages.encode_message(opening()))
-    made.run()
-    assert [one.failure for one in said.messages] == [STARVED]
+    node_agent, sender = make_agent_in_process(monkeypatch)
+    node_agent._token = None
+    monkeypatch.setattr(node, "Host", raise_memory_error)
+    node_agent._lines.put(messages.encode_message(make_open_message()))
+    node_agent.run()
+    assert [message.failure for message in sender.messages] == [AGENT_OUT_OF_MEMORY]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")])
-def test_ranks_that_cannot_be_started_for_lack_of_memory(error: MemoryError | OSError) -> None:
+def test_start_error_for_lack_of_memory_is_out_of_memory(error: MemoryError | OSError) -> None:
     assert node._explain_start_error(error) == Failure(
         "out_of_memory", golden("the-ranks-could-not-be-started")
     )
 
 
 @pytest.mark.process
-def test_a_working_directory_that_was_deleted_is_named(
+def test_deleted_working_directory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a deleted folder, libraries of torch would end a worker without an error message."""
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    said = "the working directory no longer exists; change to one that does (cd), and run again"
+    deleted_folder = tmp_path / "gone"
+    deleted_folder.mkdir()
+    monkeypatch.chdir(deleted_folder)
+    deleted_folder.rmdir()
+    expected = "the working directory no longer exists; change to one that does (cd), and run again"
     with pytest.raises(RequestError) as caught:
         processes.check_process_control()
-    assert str(caught.value) == said
-    assert Host(opening()).make_hello().problem == said
+    assert str(caught.value) == expected
+    assert Host(make_open_message()).make_hello().problem == expected

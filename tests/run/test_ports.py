@@ -11,10 +11,10 @@ import sys
 import psutil
 import pytest
 
-from fixtures.commands import Shell, finish, wait_for
-from fixtures.sockets import listening
+from fixtures.commands import Shell, wait_for, wait_for_result
+from fixtures.sockets import find_listening_sockets
 
-ENDLESS = "--set=question.train.steps=1000000"
+MANY_STEPS = "--set=question.train.steps=1000000"
 RUN = (
     "run",
     "llama1-7b-openwebtext",
@@ -24,7 +24,7 @@ RUN = (
     "cpu",
     "--devices",
     "2",
-    ENDLESS,
+    MANY_STEPS,
 )
 TOKEN = re.compile(r"[0-9a-f]{32}")
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets as Linu
 
 def test_listening_sockets_are_found() -> None:
     with socket.socket() as stream, socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as datagram:
-        before = set(listening(os.getpid()))
+        before = set(find_listening_sockets(os.getpid()))
         stream.bind(("127.0.0.1", 0))
         stream.listen()
         datagram.bind(("::1", 0))
@@ -41,21 +41,21 @@ def test_listening_sockets_are_found() -> None:
             ("tcp", "127.0.0.1", stream.getsockname()[1]),
             ("udp6", "::1", datagram.getsockname()[1]),
         }
-        assert set(listening(os.getpid())) - before == expected
+        assert set(find_listening_sockets(os.getpid())) - before == expected
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["DP2", "PP2"])
-def test_a_run_on_one_host_listens_on_loopback_alone(shell: Shell, plan: str) -> None:
+def test_run_on_one_host_listens_only_on_loopback(shell: Shell, plan: str) -> None:
     """Parent, agent and ranks are looked at once all of them train, also where the user's
     environment names another interface.
 
     No command line holds the token.
     """
-    others = [
+    interfaces = [
         name
-        for name, known in psutil.net_if_addrs().items()
-        if any(one.family == socket.AF_INET for one in known)
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(one.family == socket.AF_INET for one in addresses)
     ]
     process = shell.start(
         *RUN,
@@ -63,25 +63,29 @@ def test_a_run_on_one_host_listens_on_loopback_alone(shell: Shell, plan: str) ->
         plan,
         "--out",
         shell.out,
-        GLOO_SOCKET_IFNAME=max(others, key=lambda n: n != "lo"),
+        GLOO_SOCKET_IFNAME=max(interfaces, key=lambda n: n != "lo"),
     )
-    assert wait_for(lambda: _phase(shell) == "train", 120)
-    ours = shell.processes()
-    commands = [" ".join(one.cmdline()) for one in ours]
+    assert wait_for(lambda: _read_phase(shell) == "train", 120)
+    processes = shell.processes()
+    commands = [" ".join(one.cmdline()) for one in processes]
     assert [
         sum(name in command for command in commands)
         for name in ("steelyard run", "run.node", "run.worker")
     ] == [1, 1, 2]
-    found = [(one.pid, kind, address) for one in ours for kind, address, _ in listening(one.pid)]
-    assert found  # those of gloo
-    assert [one for one in found if not ipaddress.ip_address(one[2]).is_loopback] == []
+    listeners = [
+        (one.pid, kind, address)
+        for one in processes
+        for kind, address, _ in find_listening_sockets(one.pid)
+    ]
+    assert listeners  # those of gloo
+    assert [one for one in listeners if not ipaddress.ip_address(one[2]).is_loopback] == []
     assert [command for command in commands if TOKEN.search(command)] == []
     process.send_signal(signal.SIGINT)
-    assert finish(process).code == 1
-    assert shell.nothing_left()
+    assert wait_for_result(process).code == 1
+    assert shell.wait_until_ended()
 
 
-def _phase(shell: Shell) -> str | None:
+def _read_phase(shell: Shell) -> str | None:
     """Return the phase that the run last wrote to its progress file, or None if there is none yet."""
     for path in shell.tmp.glob("steelyard-*/progress.json"):
         return str(json.loads(path.read_text())["phase"])

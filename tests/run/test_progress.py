@@ -10,7 +10,7 @@ from steelyard.run.session import PhaseProgress, Session
 from steelyard.run.worker import Worker
 
 
-class Told(Worker):
+class RecordingWorker(Worker):
     """A worker that stores its progress reports instead of writing them to a file."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -21,9 +21,9 @@ class Told(Worker):
         self.told.append((phase, done, total))
 
 
-def test_parts_of_the_budget_are_phases() -> None:
+def test_budget_parts_are_reported_as_phases() -> None:
     times = iter([0.0, 1.0, 4.0, 10.0, 16.0, 20.0])
-    worker = Told(lambda: next(times))
+    worker = RecordingWorker(lambda: next(times))
     with worker._time_and_report("weights"):
         worker.write_progress("weights", 3, 9)
     with worker._time_and_report("compile_infer"):
@@ -32,14 +32,18 @@ def test_parts_of_the_budget_are_phases() -> None:
     assert worker.budget.parts() == {"weights": 3.0, "compile_infer": 6.0, "harness": 11.0}
 
 
-def test_a_run_is_starting_until_a_worker_tells_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[PhaseProgress] = []
-    one = object.__new__(Session)
-    one.progress, one._created_s, one._progress_callback = None, 100.0, seen.append
+def test_phase_is_starting_until_a_worker_reports_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[PhaseProgress] = []
+    run_session = object.__new__(Session)
+    run_session.progress, run_session._created_s, run_session._progress_callback = (
+        None,
+        100.0,
+        reports.append,
+    )
     monkeypatch.setattr(session, "now", lambda: 131.0)
-    one._show_progress()
-    one.progress, one._phase_s = PhaseProgress("val", 3, 9, 0.0), 125.0
-    one._show_progress()
-    one._progress_callback = None
-    one._show_progress()
-    assert seen == [PhaseProgress("starting", 0, 0, 31.0), PhaseProgress("val", 3, 9, 6.0)]
+    run_session._show_progress()
+    run_session.progress, run_session._phase_s = PhaseProgress("val", 3, 9, 0.0), 125.0
+    run_session._show_progress()
+    run_session._progress_callback = None
+    run_session._show_progress()
+    assert reports == [PhaseProgress("starting", 0, 0, 31.0), PhaseProgress("val", 3, 9, 6.0)]

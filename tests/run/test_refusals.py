@@ -13,7 +13,7 @@ import pytest
 
 from fixtures.commands import Shell
 from fixtures.golden import golden
-from fixtures.records import sentence
+from fixtures.records import format_sentence
 from steelyard.run import site
 
 pytestmark = pytest.mark.process
@@ -22,7 +22,7 @@ CASE = "llama2-7b-mmlu"
 SMOKE = ["--size", "smoke", "--accelerator", "cpu"]
 
 
-def steelyard(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run_steelyard(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the MMLU case with its records in `folder` and return the finished process, without the
     warning that another run uses the CPU.
     """
@@ -34,26 +34,28 @@ def steelyard(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         CASE,
         "--out",
         str(folder / "records"),
-        *words,
+        *arguments,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     # Tests run in parallel on one CPU, so runs at full size may warn that another run uses it.
-    said = [
+    stderr_lines = [
         line
-        for line in done.stderr.splitlines(keepends=True)
+        for line in result.stderr.splitlines(keepends=True)
         if "is also used by another run" not in line
     ]
-    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout, "".join(said))
+    return subprocess.CompletedProcess(
+        result.args, result.returncode, result.stdout, "".join(stderr_lines)
+    )
 
 
-def refused(done: subprocess.CompletedProcess[str], folder: Path, *fragments: str) -> None:
+def check_refusal(result: subprocess.CompletedProcess[str], folder: Path, *fragments: str) -> None:
     """Check that a command was refused: exit code 2, one line on stderr that holds every fragment,
     and no record.
     """
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert result.returncode == 2, result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
     for fragment in fragments:
-        assert fragment in done.stderr
+        assert fragment in result.stderr
     assert list((folder / "records").glob("*")) == []
 
 
@@ -85,52 +87,52 @@ def copy(checkpoint, tmp_path):
 
 
 def test_real_weights_are_loaded_and_named(copy, tmp_path):
-    done = steelyard(tmp_path, *SMOKE, "--weights", str(copy))
-    assert done.returncode == 0, done.stderr
+    result = run_steelyard(tmp_path, *SMOKE, "--weights", str(copy))
+    assert result.returncode == 0, result.stderr
     (path,) = (tmp_path / "records").glob("*.json")
-    found = json.loads(path.read_text())
-    assert found["weights"]["source"] == "huggingface"
-    assert sentence(found["quality"]["note"]) == golden("the-size-is-smoke-the-data")
+    record = json.loads(path.read_text())
+    assert record["weights"]["source"] == "huggingface"
+    assert format_sentence(record["quality"]["note"]) == golden("the-size-is-smoke-the-data")
 
 
 def test_a_planted_nan_makes_the_result_invalid(copy, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    name = next(
+    shard = next(
         path for path in copy.glob("*.safetensors") if "model.norm.weight" in load_file(path)
     )
-    tensors = load_file(name)
+    tensors = load_file(shard)
     tensors["model.norm.weight"][3] = float("nan")
-    save_file(tensors, name, metadata={"format": "pt"})
-    done = steelyard(tmp_path, *SMOKE, "--weights", str(copy))
-    assert done.returncode == 1
+    save_file(tensors, shard, metadata={"format": "pt"})
+    result = run_steelyard(tmp_path, *SMOKE, "--weights", str(copy))
+    assert result.returncode == 1
     (path,) = (tmp_path / "records").glob("*.json")
-    found = json.loads(path.read_text())
-    assert found["status"] == "invalid"
-    assert {reason["code"] for reason in found["reasons"]} == {"nan"}
-    told = found["reasons"][0]["text"]
-    assert (told["code"], told["values"]["bad"], told["values"]["items"]) == (
+    record = json.loads(path.read_text())
+    assert record["status"] == "invalid"
+    assert {reason["code"] for reason in record["reasons"]} == {"nan"}
+    reason_text = record["reasons"][0]["text"]
+    assert (reason_text["code"], reason_text["values"]["bad"], reason_text["values"]["items"]) == (
         "check.finite.bad",
         48,
         48,
     )
 
 
-def test_a_truncated_shard(copy, tmp_path):
-    name = sorted(copy.glob("*.safetensors"))[1]
-    name.write_bytes(name.read_bytes()[:-100])
-    refused(
-        steelyard(tmp_path, *SMOKE, "--weights", str(copy)),
+def test_truncated_shard_is_refused(copy, tmp_path):
+    shard = sorted(copy.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    check_refusal(
+        run_steelyard(tmp_path, *SMOKE, "--weights", str(copy)),
         tmp_path,
-        name.name,
+        shard.name,
         "is not a whole safetensors file",
     )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["torch", "transformers"])
-def test_a_checkpoint_of_another_shape(copy, tmp_path, engine):
-    done = steelyard(
+def test_checkpoint_of_another_shape_is_refused(copy, tmp_path, engine):
+    result = run_steelyard(
         tmp_path,
         *SMOKE,
         "--weights",
@@ -140,12 +142,12 @@ def test_a_checkpoint_of_another_shape(copy, tmp_path, engine):
         "--set",
         "question.model.ffn=192",
     )
-    refused(done, tmp_path, "intermediate_size is 160, the case's ffn is 192")
+    check_refusal(result, tmp_path, "intermediate_size is 160, the case's ffn is 192")
 
 
-def test_a_missing_folder_of_weights(tmp_path):
-    refused(
-        steelyard(tmp_path, *SMOKE, "--weights", str(tmp_path / "no")),
+def test_missing_weights_folder_is_refused(tmp_path):
+    check_refusal(
+        run_steelyard(tmp_path, *SMOKE, "--weights", str(tmp_path / "no")),
         tmp_path,
         "--weights",
         "does not exist",
@@ -160,7 +162,7 @@ def mmlu(data_dir, tmp_path):
     return tmp_path / "mmlu"
 
 
-def full(data: Path, tokenizer: Path) -> list[str]:
+def make_full_size_options(data: Path, tokenizer: Path) -> list[str]:
     """Return the options of a full-size run on the CPU with five questions of this data."""
     return [
         "--data",
@@ -174,41 +176,47 @@ def full(data: Path, tokenizer: Path) -> list[str]:
     ]
 
 
-def test_a_missing_subject_file(mmlu, data_dir, tmp_path):
+def test_missing_subject_file_is_refused(mmlu, data_dir, tmp_path):
     (mmlu / "data/dev/anatomy_dev.csv").unlink()
-    done = steelyard(tmp_path, *full(mmlu, data_dir / "tokenizers/llama/tokenizer.model"))
-    refused(done, tmp_path, "dev/anatomy_dev.csv is missing")
+    result = run_steelyard(
+        tmp_path, *make_full_size_options(mmlu, data_dir / "tokenizers/llama/tokenizer.model")
+    )
+    check_refusal(result, tmp_path, "dev/anatomy_dev.csv is missing")
 
 
-def test_a_row_of_five_columns(mmlu, data_dir, tmp_path):
+def test_question_row_of_five_columns_is_refused(mmlu, data_dir, tmp_path):
     with (mmlu / "data/test/virology_test.csv").open("a") as out:
         out.write("question,a,b,c,d\n")
-    done = steelyard(tmp_path, *full(mmlu, data_dir / "tokenizers/llama/tokenizer.model"))
-    refused(done, tmp_path, "test/virology_test.csv: row 167 has 5 columns; a question has 6")
+    result = run_steelyard(
+        tmp_path, *make_full_size_options(mmlu, data_dir / "tokenizers/llama/tokenizer.model")
+    )
+    check_refusal(
+        result, tmp_path, "test/virology_test.csv: row 167 has 5 columns; a question has 6"
+    )
 
 
-def test_a_tokenizer_of_another_vocabulary(data_dir, tmp_path):
-    done = steelyard(
+def test_tokenizer_with_another_vocabulary_size_is_refused(data_dir, tmp_path):
+    result = run_steelyard(
         tmp_path,
-        *full(
+        *make_full_size_options(
             data_dir / "mmlu" / "mmlu_data.tar.gz", data_dir / "tokenizers/llama/tokenizer.model"
         ),
         "--set",
         "question.model.vocab=50257",
     )
-    refused(done, tmp_path, "has 32000 tokens and the model 50257")
+    check_refusal(result, tmp_path, "has 32000 tokens and the model 50257")
 
 
-def test_no_tokenizer(data_dir, tmp_path):
-    done = steelyard(
+def test_missing_tokenizer_is_refused(data_dir, tmp_path):
+    result = run_steelyard(
         tmp_path, "--data", str(data_dir / "mmlu"), "--accelerator", "cpu", "--sample", "5"
     )
-    refused(done, tmp_path, "no tokenizer found", "--tokenizer")
+    check_refusal(result, tmp_path, "no tokenizer found", "--tokenizer")
 
 
-def test_full_size_without_data(tmp_path):
-    refused(
-        steelyard(tmp_path, "--accelerator", "cpu"),
+def test_full_size_without_data_is_refused(tmp_path):
+    check_refusal(
+        run_steelyard(tmp_path, "--accelerator", "cpu"),
         tmp_path,
         "needs its data",
         "--data",
@@ -216,8 +224,8 @@ def test_full_size_without_data(tmp_path):
     )
 
 
-def test_weights_larger_than_the_device(data_dir, tmp_path):
-    done = steelyard(
+def test_weights_larger_than_the_device_are_refused(data_dir, tmp_path):
+    result = run_steelyard(
         tmp_path,
         "--data",
         str(data_dir / "mmlu"),
@@ -226,7 +234,7 @@ def test_weights_larger_than_the_device(data_dir, tmp_path):
         "--set",
         "question.model.layers=9000",
     )
-    refused(done, tmp_path, "GiB a device by its shapes", "and one has")
+    check_refusal(result, tmp_path, "GiB a device by its shapes", "and one has")
 
 
 def test_all_requests_are_checked_before_the_first_is_run(tmp_path):
@@ -242,11 +250,11 @@ def test_all_requests_are_checked_before_the_first_is_run(tmp_path):
         "--out",
         str(tmp_path / "records"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    refused(done, tmp_path, "needs its data")
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    check_refusal(result, tmp_path, "needs its data")
 
 
-def test_smoke_is_no_name_for_another_size(tmp_path):
+def test_smoke_with_another_size_is_refused(tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -258,15 +266,15 @@ def test_smoke_is_no_name_for_another_size(tmp_path):
         "--out",
         str(tmp_path / "records"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    refused(done, tmp_path, "smoke runs every case at size smoke")
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    check_refusal(result, tmp_path, "smoke runs every case at size smoke")
 
 
-def test_an_accelerator_that_is_not_there(tmp_path):
-    done = steelyard(tmp_path, "--size", "smoke", "--accelerator", "cuda")
-    if done.returncode == 0:
+def test_absent_accelerator_is_refused(tmp_path):
+    result = run_steelyard(tmp_path, "--size", "smoke", "--accelerator", "cuda")
+    if result.returncode == 0:
         pytest.skip("this machine has a CUDA device")
-    refused(done, tmp_path, "no cuda device was found here", "steelyard list")
+    check_refusal(result, tmp_path, "no cuda device was found here", "steelyard list")
 
 
 @pytest.mark.full
@@ -282,40 +290,40 @@ def test_smoke_with_an_engine_runs_the_divisions_that_it_has(tmp_path):
         "--accelerator",
         "cpu",
     ]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False, timeout=300
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     assert all("-closed-" in path.name for path in tmp_path.glob("*.json"))
     assert list(tmp_path.glob("*-llama2-7b-mmlu-*.json"))
 
 
 def test_no_page_of_a_record_that_does_not_verify(smoke, tmp_path):
-    table = json.loads(smoke["closed"].read_text())
-    table["metrics"]["p_infer_whole"]["value"] *= 2
+    document = json.loads(smoke["closed"].read_text())
+    document["metrics"]["p_infer_whole"]["value"] *= 2
     forged = tmp_path / "forged.json"
-    forged.write_text(json.dumps(table))
-    done = subprocess.run(
+    forged.write_text(json.dumps(document))
+    result = subprocess.run(
         [sys.executable, "-m", "steelyard", "report", str(forged)],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "does not verify" in done.stderr
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "does not verify" in result.stderr
 
 
 def test_one_bad_file_does_not_hide_the_others(smoke, tmp_path):
     shutil.copy(smoke["closed"], tmp_path / "a.json")
     (tmp_path / "b.json").write_bytes(smoke["closed"].read_bytes()[:1000])
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "steelyard", "verify", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 1
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+    assert result.returncode == 1
+    assert [line.split()[0] for line in result.stdout.splitlines()] == [
         "ok",
         "not",
         "WRONG",
@@ -323,12 +331,12 @@ def test_one_bad_file_does_not_hide_the_others(smoke, tmp_path):
     ]
 
 
-def test_a_changed_question_stands_apart(smoke, tmp_path):
-    done = steelyard(
+def test_changed_question_is_reported_as_its_own_case(smoke, tmp_path):
+    result = run_steelyard(
         tmp_path, "--size", "smoke", "--accelerator", "cpu", "--set", "question.model.layers=1"
     )
-    assert done.returncode == 0, done.stderr
-    assert "valid, changed question" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert "valid, changed question" in result.stdout
     (path,) = (tmp_path / "records").glob("*.json")
     assert json.loads(path.read_text())["metrics"]["flops_nominal"]["value"] is None
     page = subprocess.run(
@@ -342,14 +350,14 @@ def test_a_changed_question_stands_apart(smoke, tmp_path):
     assert golden("different-question-question-model-layers-changed") in " ".join(page.split())
 
 
-def test_an_interrupt_is_said_before_a_run_too(
+def test_interrupt_before_a_run_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     """Ctrl-C while a request is checked or waits in a queue starts nothing and leaves no record."""
 
-    def interrupted(*arguments: object) -> None:
+    def raise_interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(site, "find_site_file", interrupted)
-    done = shell.ask("run", "llama2-7b-mmlu")
-    assert (done.code, done.lines) == (1, ["interrupted"])
+    monkeypatch.setattr(site, "find_site_file", raise_interrupt)
+    result = shell.run_in_process("run", "llama2-7b-mmlu")
+    assert (result.code, result.lines) == (1, ["interrupted"])

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from transformers import LlamaForCausalLM
 
-from fixtures.commands import SMOKE, Done, Shell, finish, kill_hard, wait_for
+from fixtures.commands import SMOKE, CommandResult, Shell, send_sigkill, wait_for, wait_for_result
 from fixtures.golden import golden
-from fixtures.records import sentence
+from fixtures.records import format_sentence
 from steelyard.case.request import Request
 from steelyard.case.resolve import ResolvedCase, resolve_case
 from steelyard.engines.transformers.score import make_transformers_config
@@ -29,37 +29,37 @@ from steelyard.run.parent import CaseRun
 from steelyard.training import checkpoint_folders
 
 CASE = "llama1-7b-openwebtext"
-EVERY, STEPS = 3, 10
+CHECKPOINT_INTERVAL, STEPS = 3, 10
 # Large enough that a step and a checkpoint take long enough for the worker to be killed in them.
-WIDE = [
+WIDE_MODEL = [
     f"--set=question.model.{key}" for key in ("hidden=192", "ffn=768", "vocab=2048", "layers=4")
 ]
-RUN = ("run", CASE, "--size", "smoke", "--accelerator", "cpu", "--steps", str(STEPS), *WIDE)
-KEEP = ("--checkpoint-every", str(EVERY))
+RUN = ("run", CASE, "--size", "smoke", "--accelerator", "cpu", "--steps", str(STEPS), *WIDE_MODEL)
+CHECKPOINT_OPTIONS = ("--checkpoint-every", str(CHECKPOINT_INTERVAL))
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
+def read_records(folder: Path) -> list[dict[str, Any]]:
     """Return the records in a folder as JSON documents, ordered by file name."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
-def losses(record: dict[str, Any]) -> list[float]:
+def all_losses(record: dict[str, Any]) -> list[float]:
     """Return the training losses of a record's rank 0, with those of the run that it resumed first."""
-    own = [
+    losses_of_this_run = [
         s["values"]["loss"]
         for s in record["samples"]
         if s["pass"] == "train" and s["rank"] == 0 and s["counts"]
     ]
-    return [*(record["restarts"][0]["losses"] if record["restarts"] else []), *own]
+    return [*(record["restarts"][0]["losses"] if record["restarts"] else []), *losses_of_this_run]
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the record of the same run without any interruption."""
     shell = Shell(tmp_path_factory.mktemp("unbroken"))
-    done = shell(*RUN, "--out", shell.out)
-    assert done.code == 0, done.err
-    return records(shell.out)[0]
+    result = shell(*RUN, "--out", shell.out)
+    assert result.code == 0, result.err
+    return read_records(shell.out)[0]
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tests copy it.
     """
     shell = Shell(tmp_path_factory.mktemp("kept"))
-    done = shell(*RUN, *KEEP, "--out", shell.out)
-    assert done.code == 0, done.err
+    result = shell(*RUN, *CHECKPOINT_OPTIONS, "--out", shell.out)
+    assert result.code == 0, result.err
     return shell.out
 
 
@@ -79,50 +79,52 @@ def copy(kept: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(kept, tmp_path / "copy"))
 
 
-def folder_of(out: Path) -> Path:
+def find_checkpoint_folder(out: Path) -> Path:
     """Return the folder of checkpoints of the run in an output folder."""
     return next((out / "checkpoints").iterdir())
 
 
-def record_of(out: Path) -> Path:
+def find_record(out: Path) -> Path:
     """Return the path of the first record in an output folder."""
     return next(out.glob("*.json"))
 
 
-def resumed(shell: Shell, out: Path, *more: str) -> tuple[str | Path, ...]:
+def make_resume_command(shell: Shell, out: Path, *options: str) -> tuple[str | Path, ...]:
     """Return the command that resumes the run in an output folder."""
-    return (*RUN, "--out", shell.folder / "again", "--resume", record_of(out), *more)
+    return (*RUN, "--out", shell.folder / "again", "--resume", find_record(out), *options)
 
 
-def resume(shell: Shell, out: Path, *more: str) -> Done:
+def resume_run(shell: Shell, out: Path, *options: str) -> CommandResult:
     """Resume the run in an output folder and return the result."""
-    return shell(*resumed(shell, out, *more))
+    return shell(*make_resume_command(shell, out, *options))
 
 
-def killed(shell: Shell, when: Callable[[Path], bool]) -> Path:
+def run_and_kill_worker(shell: Shell, when: Callable[[Path], bool]) -> Path:
     """Start a run, suspend its worker once `when` holds for the folder of checkpoints, kill it with
     SIGKILL, and return that folder.
     """
-    process = shell.start(*RUN, *KEEP, "--out", shell.out)
+    process = shell.start(*RUN, *CHECKPOINT_OPTIONS, "--out", shell.out)
     assert wait_for(
         lambda: (shell.out / "checkpoints").is_dir() and any((shell.out / "checkpoints").iterdir())
     )
-    folder = folder_of(shell.out)
+    folder = find_checkpoint_folder(shell.out)
     worker = next(
-        one for one in shell.processes() if "steelyard.run.worker" in " ".join(one.cmdline())
+        process_of_run
+        for process_of_run in shell.processes()
+        if "steelyard.run.worker" in " ".join(process_of_run.cmdline())
     )
-    _stop_when(worker, lambda: when(folder))
+    _suspend_when(worker, lambda: when(folder))
     worker.send_signal(signal.SIGKILL)
-    done = finish(process)
-    assert done.code == 1
-    assert "killed" in done.err
+    result = wait_for_result(process)
+    assert result.code == 1
+    assert "killed" in result.err
     return folder
 
 
-def _stop_when(worker: psutil.Process, condition: Callable[[], bool]) -> None:
+def _suspend_when(worker: psutil.Process, condition: Callable[[], bool]) -> None:
     """Suspend a process while the condition holds; fail if that does not happen within 300 s."""
-    end = time.monotonic() + 300
-    while time.monotonic() < end:
+    deadline_s = time.monotonic() + 300
+    while time.monotonic() < deadline_s:
         if condition():
             worker.send_signal(signal.SIGSTOP)
             assert wait_for(lambda: worker.status() == psutil.STATUS_STOPPED, 5)
@@ -135,55 +137,62 @@ def _stop_when(worker: psutil.Process, condition: Callable[[], bool]) -> None:
 
 def in_a_step(folder: Path) -> bool:
     """Return whether the first checkpoint is complete and none is being written."""
-    return (folder / checkpoint_folders.format_step_folder(EVERY)).is_dir() and not list(
-        folder.glob("*.part")
-    )
+    return (
+        folder / checkpoint_folders.format_step_folder(CHECKPOINT_INTERVAL)
+    ).is_dir() and not list(folder.glob("*.part"))
 
 
 def in_a_write(folder: Path) -> bool:
     """Return whether the second checkpoint is half written."""
-    part = folder / f"{checkpoint_folders.format_step_folder(2 * EVERY)}.part" / "rank-0.bin"
+    part = (
+        folder
+        / f"{checkpoint_folders.format_step_folder(2 * CHECKPOINT_INTERVAL)}.part"
+        / "rank-0.bin"
+    )
     return part.is_file() and not (part.parent / checkpoint_folders.INDEX_FILE).is_file()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("when", [in_a_step, in_a_write])
-def test_a_killed_run_goes_on(
+def test_killed_run_resumes_with_equal_losses(
     shell: Shell, unbroken: dict[str, Any], when: Callable[[Path], bool]
 ) -> None:
-    folder = killed(shell, when)
-    [died] = records(shell.out)
-    assert (died["status"], died["reasons"][0]["code"]) == ("failed", "killed")
-    assert (shell.out / died["checkpoints"]).resolve() == folder.resolve()
+    folder = run_and_kill_worker(shell, when)
+    [failed_record] = read_records(shell.out)
+    assert (failed_record["status"], failed_record["reasons"][0]["code"]) == ("failed", "killed")
+    assert (shell.out / failed_record["checkpoints"]).resolve() == folder.resolve()
     assert [path.name for path in checkpoint_folders.list_finished_checkpoints(folder)] == [
-        checkpoint_folders.format_step_folder(EVERY)
+        checkpoint_folders.format_step_folder(CHECKPOINT_INTERVAL)
     ]
     assert bool(list(folder.glob("*.part"))) == (when is in_a_write)
-    done = resume(shell, shell.out)
-    assert done.code == 0, done.err
-    [again] = records(shell.folder / "again")
-    assert losses(again) == losses(unbroken)
-    assert again["restarts"][0] | {"losses": []} == {
-        "record": died["id"],
+    result = resume_run(shell, shell.out)
+    assert result.code == 0, result.err
+    [resumed_record] = read_records(shell.folder / "again")
+    assert all_losses(resumed_record) == all_losses(unbroken)
+    assert resumed_record["restarts"][0] | {"losses": []} == {
+        "record": failed_record["id"],
         "checkpoints": os.path.relpath(folder, shell.folder / "again"),
-        "step": EVERY,
+        "step": CHECKPOINT_INTERVAL,
         "plan": "TP1PP1DP1",
         "passed_over": [],
         "losses": [],
     }
     for name in ("loss", "loss_first", "loss_before", "loss_after"):
-        assert again["metrics"][name]["value"] == unbroken["metrics"][name]["value"]
+        assert resumed_record["metrics"][name]["value"] == unbroken["metrics"][name]["value"]
     assert (
-        len([s for s in again["samples"] if s["pass"] == "train" and s["counts"]]) == STEPS - EVERY
+        len([s for s in resumed_record["samples"] if s["pass"] == "train" and s["counts"]])
+        == STEPS - CHECKPOINT_INTERVAL
     )
-    assert "resumed from record" in " ".join(map(sentence, again["notes"]))
+    assert "resumed from record" in " ".join(map(format_sentence, resumed_record["notes"]))
     assert shell("verify", next((shell.folder / "again").glob("*.json"))).code == 0
 
 
-def _resolved() -> ResolvedCase:
+def _resolve_wide_case() -> ResolvedCase:
     """Return the resolved smoke case with the wide model and checkpoints."""
-    wide = [one.removeprefix("--set=") for one in WIDE]
-    return resolve_case(CASE, "smoke", settings=[*wide, f"tune.checkpoint_every={EVERY}"])
+    settings = [option.removeprefix("--set=") for option in WIDE_MODEL]
+    return resolve_case(
+        CASE, "smoke", settings=[*settings, f"tune.checkpoint_every={CHECKPOINT_INTERVAL}"]
+    )
 
 
 @pytest.fixture
@@ -191,7 +200,7 @@ def draft(tmp_path: Path) -> tuple[Path, Path]:
     """Return the path of the record that a run writes before its first step, and the folder for its
     checkpoints.
     """
-    asked = {
+    fields = {
         "token": "t" * 32,
         "mark": "resume",
         "accelerator": "cpu",
@@ -199,7 +208,7 @@ def draft(tmp_path: Path) -> tuple[Path, Path]:
         "matmul": "fp32",
         "interface": None,
     }
-    asked |= {
+    fields |= {
         "peer": None,
         "environment": {},
         "variables": {},
@@ -208,11 +217,13 @@ def draft(tmp_path: Path) -> tuple[Path, Path]:
         "silence_s": 60.0,
     }
     run = CaseRun(
-        check_request(Request(_resolved(), engine="torch", accelerator="cpu", out=tmp_path)),
+        check_request(
+            Request(_resolve_wide_case(), engine="torch", accelerator="cpu", out=tmp_path)
+        ),
         None,
         None,
     )
-    run.hellos = {"localhost": Host(OpenMessage.model_validate(asked)).make_hello()}
+    run.hellos = {"localhost": Host(OpenMessage.model_validate(fields)).make_hello()}
     assert run.checkpoints_folder is not None
     return run._write_draft(), tmp_path / run.checkpoints_folder
 
@@ -222,11 +233,14 @@ def test_an_unfinished_record_names_its_checkpoints(draft: tuple[Path, Path], ke
     """The record is written at the start and stays as it is when the parent is killed later."""
     path, folder = draft
     assert (path.parent / json.loads(path.read_bytes())["checkpoints"]) == folder
-    shutil.copytree(folder_of(kept), folder)
-    found = find_checkpoint(Request(_resolved(), steps=STEPS, resume=path))
-    assert found is not None
-    assert (found.path, found.state.step) == (folder / checkpoint_folders.format_step_folder(9), 9)
-    assert found.record_id == json.loads(path.read_bytes())["id"]
+    shutil.copytree(find_checkpoint_folder(kept), folder)
+    resume_point = find_checkpoint(Request(_resolve_wide_case(), steps=STEPS, resume=path))
+    assert resume_point is not None
+    assert (resume_point.path, resume_point.state.step) == (
+        folder / checkpoint_folders.format_step_folder(9),
+        9,
+    )
+    assert resume_point.record_id == json.loads(path.read_bytes())["id"]
 
 
 @pytest.mark.process
@@ -234,7 +248,7 @@ def test_a_run_killed_before_it_made_its_folder_has_nothing_to_resume(
     draft: tuple[Path, Path],
 ) -> None:
     with pytest.raises(RequestError) as refused:
-        find_checkpoint(Request(_resolved(), steps=STEPS, resume=draft[0]))
+        find_checkpoint(Request(_resolve_wide_case(), steps=STEPS, resume=draft[0]))
     assert (
         str(refused.value)
         == f"--resume: {draft[0]} names the folder {str(draft[1])!r}, which is not there; if the"
@@ -244,42 +258,48 @@ def test_a_run_killed_before_it_made_its_folder_has_nothing_to_resume(
 
 
 @pytest.mark.full
-def test_a_run_whose_parent_was_killed_goes_on(shell: Shell, unbroken: dict[str, Any]) -> None:
-    process = shell.start(*RUN, *KEEP, "--out", shell.out, pipes=False)
+def test_run_whose_parent_was_killed_resumes(shell: Shell, unbroken: dict[str, Any]) -> None:
+    process = shell.start(*RUN, *CHECKPOINT_OPTIONS, "--out", shell.out, pipes=False)
     assert wait_for(lambda: list(shell.out.glob("checkpoints/*/step-*[0-9]")), 120)
-    kill_hard(process)
+    send_sigkill(process)
     process.wait()
-    assert shell.nothing_left(within_s=15.0)
-    path = record_of(shell.out)
+    assert shell.wait_until_ended(within_s=15.0)
+    path = find_record(shell.out)
     assert path.name.endswith("-unfinished.json")
-    died = json.loads(path.read_bytes())
+    failed_record = json.loads(path.read_bytes())
     step = int(
-        checkpoint_folders.list_finished_checkpoints(folder_of(shell.out))[0].name.removeprefix(
-            "step-"
-        )
+        checkpoint_folders.list_finished_checkpoints(find_checkpoint_folder(shell.out))[
+            0
+        ].name.removeprefix("step-")
     )
-    done = resume(shell, shell.out)
-    assert done.code == 0, done.err
-    [again] = records(shell.folder / "again")
-    assert (again["restarts"][0]["record"], again["restarts"][0]["step"]) == (died["id"], step)
-    assert losses(again) == losses(unbroken)
+    result = resume_run(shell, shell.out)
+    assert result.code == 0, result.err
+    [resumed_record] = read_records(shell.folder / "again")
+    assert (resumed_record["restarts"][0]["record"], resumed_record["restarts"][0]["step"]) == (
+        failed_record["id"],
+        step,
+    )
+    assert all_losses(resumed_record) == all_losses(unbroken)
     for name in ("loss", "loss_first", "loss_before", "loss_after"):
-        assert again["metrics"][name]["value"] == unbroken["metrics"][name]["value"]
+        assert resumed_record["metrics"][name]["value"] == unbroken["metrics"][name]["value"]
 
 
 @pytest.mark.full
-def test_another_plan_goes_on_from_a_killed_one(shell: Shell, unbroken: dict[str, Any]) -> None:
+def test_killed_run_resumes_with_another_plan(shell: Shell, unbroken: dict[str, Any]) -> None:
     """The checkpoint is written with TP2 and PP2 and loaded by four data-parallel replicas."""
-    laid = ("--devices", "4", "--parallel", "TP2PP2", "--set=question.train.batch=8")
-    process = shell.start(*RUN, *KEEP, *laid, "--out", shell.out)
+    plan_options = ("--devices", "4", "--parallel", "TP2PP2", "--set=question.train.batch=8")
+    process = shell.start(*RUN, *CHECKPOINT_OPTIONS, *plan_options, "--out", shell.out)
     assert wait_for(lambda: list(shell.out.glob("checkpoints/*/step-*[0-9]")), 120)
     ranks = [one for one in shell.processes() if "steelyard.run.worker" in " ".join(one.cmdline())]
     max(ranks, key=lambda one: one.pid).kill()
-    assert finish(process).code == 1
-    whole = Shell(shell.folder / "whole")
-    whole.folder.mkdir()
-    assert whole(*RUN, "--set=question.train.batch=8", "--out", whole.out).code == 0
-    changed = (
+    assert wait_for_result(process).code == 1
+    reference_shell = Shell(shell.folder / "whole")
+    reference_shell.folder.mkdir()
+    assert (
+        reference_shell(*RUN, "--set=question.train.batch=8", "--out", reference_shell.out).code
+        == 0
+    )
+    other_plan_options = (
         "--devices",
         "4",
         "--parallel",
@@ -287,16 +307,21 @@ def test_another_plan_goes_on_from_a_killed_one(shell: Shell, unbroken: dict[str
         "--set=question.train.batch=8",
         "--set=tune.sharding=2",
     )
-    done = resume(shell, shell.out, *changed)
-    assert done.code == 0, done.err
-    [again], [one] = records(shell.folder / "again"), records(whole.out)
-    assert again["restarts"][0]["plan"] == "TP2PP2DP1"
-    assert losses(again) == pytest.approx(losses(one), abs=1e-4)  # other order of sums
+    result = resume_run(shell, shell.out, *other_plan_options)
+    assert result.code == 0, result.err
+    [resumed_record], [one] = (
+        read_records(shell.folder / "again"),
+        read_records(reference_shell.out),
+    )
+    assert resumed_record["restarts"][0]["plan"] == "TP2PP2DP1"
+    assert all_losses(resumed_record) == pytest.approx(
+        all_losses(one), abs=1e-4
+    )  # other order of sums
 
 
 @pytest.mark.process
-def test_what_is_kept_lies_beside_the_record(kept: Path) -> None:
-    record = records(kept)[0]
+def test_checkpoints_are_stored_beside_the_record(kept: Path) -> None:
+    record = read_records(kept)[0]
     folder = kept / record["checkpoints"]
     assert sorted(path.name for path in folder.iterdir()) == [
         "before-0.json",
@@ -307,63 +332,83 @@ def test_what_is_kept_lies_beside_the_record(kept: Path) -> None:
     state = checkpoint_folders.read_checkpoint_json(
         folder / "step-00000006" / checkpoint_folders.STATE_FILE, checkpoint_folders.CheckpointState
     )
-    assert state.losses == losses(record)[:6]
-    passed = [s for s in record["samples"] if s["pass"] == "train"]
+    assert state.losses == all_losses(record)[:6]
+    train_samples = [s for s in record["samples"] if s["pass"] == "train"]
     # Checkpoints after steps 3, 6 and 9 are samples of their own, without counts.
-    assert [i for i, s in enumerate(passed) if not s["counts"]] == [3, 7, 11]
-    assert all(tuple(s["phases"]) == ("checkpoint",) for s in passed if not s["counts"])
+    assert [i for i, s in enumerate(train_samples) if not s["counts"]] == [3, 7, 11]
+    assert all(tuple(s["phases"]) == ("checkpoint",) for s in train_samples if not s["counts"])
     assert record["metrics"]["p_train"]["value"] > record["metrics"]["p_whole"]["value"]
 
 
-def test_a_folder_is_enough(shell: Shell, copy: Path, unbroken: dict[str, Any]) -> None:
+def test_run_resumes_from_a_checkpoint_folder_without_a_record(
+    shell: Shell, copy: Path, unbroken: dict[str, Any]
+) -> None:
     """A parent that was killed as well may leave no record."""
-    done = shell(*RUN, "--out", shell.out, "--resume", folder_of(copy))
-    assert done.code == 0, done.err
-    [again] = records(shell.out)
-    assert losses(again) == losses(unbroken)
-    assert again["restarts"][0]["record"] is None
-    assert again["metrics"]["loss_before"] == unbroken["metrics"]["loss_before"]
+    result = shell(*RUN, "--out", shell.out, "--resume", find_checkpoint_folder(copy))
+    assert result.code == 0, result.err
+    [resumed_record] = read_records(shell.out)
+    assert all_losses(resumed_record) == all_losses(unbroken)
+    assert resumed_record["restarts"][0]["record"] is None
+    assert resumed_record["metrics"]["loss_before"] == unbroken["metrics"]["loss_before"]
 
 
 @pytest.mark.full
-def test_a_torn_one_is_passed_over(shell: Shell, copy: Path, unbroken: dict[str, Any]) -> None:
-    torn = folder_of(copy) / checkpoint_folders.format_step_folder(9) / "rank-0.bin"
-    os.truncate(torn, torn.stat().st_size - 1)
-    done = resume(shell, copy)
-    assert done.code == 0, done.err
-    [again] = records(shell.folder / "again")
-    assert (again["restarts"][0]["step"], losses(again)) == (6, losses(unbroken))
-    assert again["restarts"][0]["passed_over"] == [checkpoint_folders.format_step_folder(9)]
-    assert again["notes"][-1]["code"] == "note.resumed_past"
-    assert again["notes"][-1]["values"]["damaged"] == [checkpoint_folders.format_step_folder(9)]
+def test_truncated_checkpoint_is_passed_over(
+    shell: Shell, copy: Path, unbroken: dict[str, Any]
+) -> None:
+    truncated = (
+        find_checkpoint_folder(copy) / checkpoint_folders.format_step_folder(9) / "rank-0.bin"
+    )
+    os.truncate(truncated, truncated.stat().st_size - 1)
+    result = resume_run(shell, copy)
+    assert result.code == 0, result.err
+    [resumed_record] = read_records(shell.folder / "again")
+    assert (resumed_record["restarts"][0]["step"], all_losses(resumed_record)) == (
+        6,
+        all_losses(unbroken),
+    )
+    assert resumed_record["restarts"][0]["passed_over"] == [
+        checkpoint_folders.format_step_folder(9)
+    ]
+    assert resumed_record["notes"][-1]["code"] == "note.resumed_past"
+    assert resumed_record["notes"][-1]["values"]["damaged"] == [
+        checkpoint_folders.format_step_folder(9)
+    ]
 
 
 @pytest.mark.full
-def test_a_run_that_died_before_its_first_checkpoint_has_the_ones_it_went_on_from(
+def test_run_killed_before_its_first_checkpoint_resumes_from_the_earlier_ones(
     shell: Shell, copy: Path, unbroken: dict[str, Any]
 ) -> None:
     """The run is killed and resumed twice; the report says where each part began."""
-    process = shell.start(*RUN, *KEEP[:1], "50", "--out", shell.out, "--resume", record_of(copy))
+    process = shell.start(
+        *RUN, *CHECKPOINT_OPTIONS[:1], "50", "--out", shell.out, "--resume", find_record(copy)
+    )
     assert wait_for(lambda: (shell.out / "checkpoints").is_dir())
     next(
-        one for one in shell.processes() if "steelyard.run.worker" in " ".join(one.cmdline())
+        process_of_run
+        for process_of_run in shell.processes()
+        if "steelyard.run.worker" in " ".join(process_of_run.cmdline())
     ).kill()
-    assert finish(process).code == 1
-    done = resume(shell, shell.out)
-    assert done.code == 0, done.err
-    [again] = records(shell.folder / "again")
-    assert (again["restarts"][0]["step"], losses(again)) == (9, losses(unbroken))
+    assert wait_for_result(process).code == 1
+    result = resume_run(shell, shell.out)
+    assert result.code == 0, result.err
+    [resumed_record] = read_records(shell.folder / "again")
+    assert (resumed_record["restarts"][0]["step"], all_losses(resumed_record)) == (
+        9,
+        all_losses(unbroken),
+    )
     assert "resumed after step 9" in shell("report", shell.folder / "again", "--full").out
 
 
-def _flip(path: Path) -> None:
+def _flip_bit(path: Path) -> None:
     """Flip one bit in the middle of a file."""
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
 
 
-def _edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+def _make_json_edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     """Return a function that changes the JSON files of this name in a folder of checkpoints and
     corrects their checksums.
     """
@@ -387,7 +432,7 @@ def _edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path]
     return edit
 
 
-def _halves(stored: dict[str, Any], second: int) -> None:
+def _split_into_chunks(stored: dict[str, Any], second: int) -> None:
     """Replace the chunk of a tensor by two of 1024 rows each, of which the second begins at row
     `second`.
     """
@@ -395,31 +440,31 @@ def _halves(stored: dict[str, Any], second: int) -> None:
     stored["chunks"] = [chunk, chunk | {"offset": [second, 0]}]
 
 
-def _turn(stored: dict[str, Any]) -> None:
+def _transpose_shape(stored: dict[str, Any]) -> None:
     """Swap the two dimensions of a stored tensor and of its chunk."""
     stored["size"] = stored["chunks"][0]["sizes"] = [192, 2048]
 
 
-def _pipe(path: Path) -> None:
+def _replace_with_fifo(path: Path) -> None:
     """Replace a file by a named pipe."""
     path.unlink()
     os.mkfifo(path)
 
 
-def _device(path: Path) -> None:
+def _replace_with_device(path: Path) -> None:
     """Replace a file by a link to /dev/zero."""
     path.unlink()
     path.symlink_to("/dev/zero")
 
 
-def _first(table: dict[str, Any]) -> Any:
+def _embedding_of(table: dict[str, Any]) -> Any:
     """Return the entry of the embedding weights in the list of tensors."""
     return table["tensors"]["weights.embed.weight"]
 
 
-BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a flipped bit": (
-        lambda folder: _flip(folder / "step-00000009" / "rank-0.bin"),
+        lambda folder: _flip_bit(folder / "step-00000009" / "rank-0.bin"),
         "are damaged; move this checkpoint away",
     ),
     "nothing whole": (
@@ -436,11 +481,13 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no folder": (lambda folder: shutil.rmtree(folder), "no folder of checkpoints"),
     "a pipe": (
-        lambda folder: [_pipe(path / "state.json") for path in folder.glob("step-*")],
+        lambda folder: [_replace_with_fifo(path / "state.json") for path in folder.glob("step-*")],
         "not a file",
     ),
     "a device": (
-        lambda folder: [_device(path / "tensors.json") for path in folder.glob("step-*")],
+        lambda folder: [
+            _replace_with_device(path / "tensors.json") for path in folder.glob("step-*")
+        ],
         "not a file",
     ),
     "not JSON": (
@@ -452,113 +499,128 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         "not a checkpoint's table",
     ),
     "a path": (
-        _edit(
-            checkpoint_folders.INDEX_FILE, lambda t: _first(t)["chunks"][0].update(file="../../x")
+        _make_json_edit(
+            checkpoint_folders.INDEX_FILE,
+            lambda t: _embedding_of(t)["chunks"][0].update(file="../../x"),
         ),
         "not a checkpoint's table",
     ),
     "beyond": (
-        _edit(checkpoint_folders.INDEX_FILE, lambda t: _first(t)["chunks"][0].update(at=10**12)),
+        _make_json_edit(
+            checkpoint_folders.INDEX_FILE, lambda t: _embedding_of(t)["chunks"][0].update(at=10**12)
+        ),
         "lies beyond the end",
     ),
     "another size": (
-        _edit(checkpoint_folders.INDEX_FILE, lambda t: _turn(_first(t))),
+        _make_json_edit(
+            checkpoint_folders.INDEX_FILE, lambda t: _transpose_shape(_embedding_of(t))
+        ),
         "the model has float32 of [2048, 192]",
     ),
     "another type": (
-        _edit(checkpoint_folders.INDEX_FILE, lambda t: _first(t).update(dtype="float64")),
+        _make_json_edit(
+            checkpoint_folders.INDEX_FILE, lambda t: _embedding_of(t).update(dtype="float64")
+        ),
         "is float64 of [2048, 192]",
     ),
     "one missing": (
-        _edit(checkpoint_folders.INDEX_FILE, lambda t: t["tensors"].pop("exp_avg.embed.weight")),
+        _make_json_edit(
+            checkpoint_folders.INDEX_FILE, lambda t: t["tensors"].pop("exp_avg.embed.weight")
+        ),
         "is missing; the model has",
     ),
     "a hole": (
-        _edit(
-            checkpoint_folders.INDEX_FILE, lambda t: _first(t)["chunks"][0].update(sizes=[1, 192])
+        _make_json_edit(
+            checkpoint_folders.INDEX_FILE,
+            lambda t: _embedding_of(t)["chunks"][0].update(sizes=[1, 192]),
         ),
         "do not add up to it",
     ),
     "twice": (
-        _edit(checkpoint_folders.INDEX_FILE, lambda t: _halves(_first(t), 0)),
+        _make_json_edit(
+            checkpoint_folders.INDEX_FILE, lambda t: _split_into_chunks(_embedding_of(t), 0)
+        ),
         "do not add up to it",
     ),
     "before it": (
-        _edit(
-            checkpoint_folders.INDEX_FILE, lambda t: _first(t)["chunks"][0].update(offset=[-5, 0])
+        _make_json_edit(
+            checkpoint_folders.INDEX_FILE,
+            lambda t: _embedding_of(t)["chunks"][0].update(offset=[-5, 0]),
         ),
         "do not add up to it",
     ),
     "behind it": (
-        _edit(
+        _make_json_edit(
             checkpoint_folders.INDEX_FILE,
-            lambda t: _first(t)["chunks"][0].update(offset=[2**70, 0]),
+            lambda t: _embedding_of(t)["chunks"][0].update(offset=[2**70, 0]),
         ),
         "do not add up to it",
     ),
     "turned": (
-        _edit(
+        _make_json_edit(
             checkpoint_folders.INDEX_FILE,
-            lambda t: _first(t)["chunks"][0].update(sizes=[192, 2048]),
+            lambda t: _embedding_of(t)["chunks"][0].update(sizes=[192, 2048]),
         ),
         "do not add up to it",
     ),
     "less than none": (
-        _edit(
+        _make_json_edit(
             checkpoint_folders.INDEX_FILE,
-            lambda t: _first(t)["chunks"][0].update(sizes=[-2048, -192]),
+            lambda t: _embedding_of(t)["chunks"][0].update(sizes=[-2048, -192]),
         ),
         "do not add up to it",
     ),
     "flat": (
-        _edit(
+        _make_json_edit(
             checkpoint_folders.INDEX_FILE,
-            lambda t: _first(t)["chunks"][0].update(offset=[0], sizes=[393216]),
+            lambda t: _embedding_of(t)["chunks"][0].update(offset=[0], sizes=[393216]),
         ),
         "do not add up",
     ),
     "huge losses": (
-        _edit(checkpoint_folders.STATE_FILE, lambda t: t.update(losses=[1e308] * 9)),
+        _make_json_edit(checkpoint_folders.STATE_FILE, lambda t: t.update(losses=[1e308] * 9)),
         "not a checkpoint's table: losses",
     ),
     "no numbers": (
-        _edit(checkpoint_folders.STATE_FILE, lambda t: t.update(numbers={})),
+        _make_json_edit(checkpoint_folders.STATE_FILE, lambda t: t.update(numbers={})),
         "not a checkpoint's table: numbers.updates",
     ),
     "fewer than no updates": (
-        _edit(checkpoint_folders.STATE_FILE, lambda t: t["numbers"].update(updates=-7)),
+        _make_json_edit(checkpoint_folders.STATE_FILE, lambda t: t["numbers"].update(updates=-7)),
         "numbers.updates",
     ),
     "too many updates": (
-        _edit(checkpoint_folders.STATE_FILE, lambda t: t["numbers"].update(updates=1e300)),
+        _make_json_edit(
+            checkpoint_folders.STATE_FILE, lambda t: t["numbers"].update(updates=1e300)
+        ),
         "numbers.updates",
     ),
     "fewer losses": (
-        _edit(checkpoint_folders.STATE_FILE, lambda t: t["losses"].pop()),
+        _make_json_edit(checkpoint_folders.STATE_FILE, lambda t: t["losses"].pop()),
         "losses of",
     ),
     "no step": (
-        _edit(checkpoint_folders.STATE_FILE, lambda t: t.update(step=0)),
+        _make_json_edit(checkpoint_folders.STATE_FILE, lambda t: t.update(step=0)),
         "not a checkpoint's table: step",
     ),
     "other data": (
-        _edit(checkpoint_folders.RUN_FILE, lambda t: t.update(key="0" * 16)),
+        _make_json_edit(checkpoint_folders.RUN_FILE, lambda t: t.update(key="0" * 16)),
         "the data or their tokens differ",
     ),
     "other weights": (
-        _edit(checkpoint_folders.RUN_FILE, lambda t: t["question"].update(seed=5)),
+        _make_json_edit(checkpoint_folders.RUN_FILE, lambda t: t["question"].update(seed=5)),
         "with seed=5, asked is llama1-7b-openwebtext with seed=0",
     ),
 }
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_a_bad_checkpoint_gets_one_line(shell: Shell, copy: Path, bad: str) -> None:
-    spoil, said = BAD[bad]
-    spoil(folder_of(copy))
-    done = shell.ask(*resumed(shell, copy))
-    assert (done.code, done.out) == (2, "")
-    assert said in done.lines[-1]
+@pytest.mark.parametrize("bad", DAMAGES)
+def test_bad_checkpoint_is_refused_with_one_line(shell: Shell, copy: Path, bad: str) -> None:
+    damage, expected = DAMAGES[bad]
+    damage(find_checkpoint_folder(copy))
+    result = shell.run_in_process(*make_resume_command(shell, copy))
+    assert (result.code, result.out) == (2, "")
+    assert expected in result.lines[-1]
     assert not list((shell.folder / "again").glob("*.json"))
 
 
@@ -578,18 +640,18 @@ def test_a_bad_checkpoint_gets_one_line(shell: Shell, copy: Path, bad: str) -> N
         (("--engine", "transformers"), "of engine torch, asked is transformers"),
     ],
 )
-def test_another_question_is_refused(
+def test_resuming_with_another_question_is_refused(
     shell: Shell, kept: Path, more: tuple[str, ...], said: str
 ) -> None:
     if "WEIGHTS" in more:
-        shape = resolve_case(
-            CASE, "smoke", settings=[one.removeprefix("--set=") for one in WIDE]
+        model_shape = resolve_case(
+            CASE, "smoke", settings=[option.removeprefix("--set=") for option in WIDE_MODEL]
         ).case.question.model
-        LlamaForCausalLM(make_transformers_config(shape)).save_pretrained(shell.folder / "hf")
+        LlamaForCausalLM(make_transformers_config(model_shape)).save_pretrained(shell.folder / "hf")
         more = ("--weights", str(shell.folder / "hf"))
-    done = resume(shell, kept, *more)
-    assert (done.code, done.out) == (2, "")
-    assert said in done.lines[-1]
+    result = resume_run(shell, kept, *more)
+    assert (result.code, result.out) == (2, "")
+    assert said in result.lines[-1]
 
 
 @pytest.mark.full
@@ -598,46 +660,55 @@ def test_a_full_disk_leaves_a_record(shell: Shell, small_disk: Path) -> None:
     """A checkpoint has 38 MB and the disk 20 MB; the part that was written is removed, which makes
     room for the record.
     """
-    done = shell(*RUN, *KEEP, "--out", small_disk)
-    assert done.code == 1, done.err
-    [record] = records(small_disk)
+    result = shell(*RUN, *CHECKPOINT_OPTIONS, "--out", small_disk)
+    assert result.code == 1, result.err
+    [record] = read_records(small_disk)
     assert (record["status"], record["reasons"][0]["code"]) == ("failed", "disk_full")
     assert golden("errno-28-the-checkpoint-after-step") in record["reasons"][0]["text"]
     assert not list(small_disk.glob("checkpoints/*/step-*"))
 
 
-def test_a_record_that_was_changed_is_refused(shell: Shell, copy: Path) -> None:
-    path = record_of(copy)
+def test_resuming_from_a_changed_record_is_refused(shell: Shell, copy: Path) -> None:
+    path = find_record(copy)
     path.write_text(
         path.read_text().replace(
             '"checkpoints":"checkpoints/', '"checkpoints":"../copy/checkpoints/'
         )
     )
-    done = resume(shell, copy)
-    assert (done.code, "does not verify" in done.lines[-1]) == (2, True)
+    result = resume_run(shell, copy)
+    assert (result.code, "does not verify" in result.lines[-1]) == (2, True)
 
 
-def test_where_checkpoints_cannot_be_is_said_before_anything_runs(shell: Shell) -> None:
-    done = shell(*SMOKE, "--checkpoint-every", "5", "--out", shell.out)
-    assert (done.code, golden("is-an-inference-case-without-checkpoints") in done.lines[-1]) == (
+def test_impossible_checkpoints_are_refused_before_the_run(shell: Shell) -> None:
+    result = shell(*SMOKE, "--checkpoint-every", "5", "--out", shell.out)
+    assert (
+        result.code,
+        golden("is-an-inference-case-without-checkpoints") in result.lines[-1],
+    ) == (
         2,
         True,
     )
     shell.out.mkdir()
     (shell.out / "checkpoints").write_text("in the way")
-    done = shell(*RUN, *KEEP, "--out", shell.out)
-    assert (done.code, "is a file, not a folder for checkpoints" in done.lines[-1]) == (2, True)
+    result = shell(*RUN, *CHECKPOINT_OPTIONS, "--out", shell.out)
+    assert (result.code, "is a file, not a folder for checkpoints" in result.lines[-1]) == (2, True)
 
 
-def test_what_has_no_checkpoint_is_refused(
+def test_resuming_without_checkpoints_is_refused(
     shell: Shell, kept: Path, unbroken: dict[str, Any]
 ) -> None:
     path = shell.folder / "unbroken.json"
     path.write_text(json.dumps(unbroken, separators=(",", ":"), ensure_ascii=False) + "\n")
-    done = shell(*RUN, "--out", shell.out, "--resume", path)
-    assert (done.code, "has no checkpoints; train with --checkpoint-every" in done.lines[-1]) == (
+    result = shell(*RUN, "--out", shell.out, "--resume", path)
+    assert (
+        result.code,
+        "has no checkpoints; train with --checkpoint-every" in result.lines[-1],
+    ) == (
         2,
         True,
     )
-    done = shell(*SMOKE, "--out", shell.out, "--resume", record_of(kept))
-    assert (done.code, golden("is-an-inference-case-which-cannot") in done.lines[-1]) == (2, True)
+    result = shell(*SMOKE, "--out", shell.out, "--resume", find_record(kept))
+    assert (result.code, golden("is-an-inference-case-which-cannot") in result.lines[-1]) == (
+        2,
+        True,
+    )

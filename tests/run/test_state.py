@@ -9,18 +9,18 @@ import pytest
 
 from fixtures.commands import Shell
 from fixtures.golden import golden
-from run.test_load import put
+from run.test_load import write_files
 from steelyard import accelerators
 from steelyard.accelerators import nvml
 from steelyard.errors import RequestError
 from steelyard.run import cpu_load, host, machine_inspection
 
-CPUS = "sys/devices/system/cpu"
+CPU_FOLDER = "sys/devices/system/cpu"
 
 
-def whole(root: Path) -> None:
+def write_complete_host(root: Path) -> None:
     """Write the files of a host with all values that are read."""
-    put(
+    write_files(
         root,
         **{
             "proc/loadavg": "30.25 12.00 4.00 3/133 999\n",
@@ -30,20 +30,20 @@ def whole(root: Path) -> None:
             ),
             "proc/self/cgroup": "0::/box\n",
             "sys/fs/cgroup/box/cpu.max": "150000 100000\n",
-            f"{CPUS}/online": "0-3,8\n",
-            f"{CPUS}/cpufreq/policy0/scaling_governor": "performance\n",
-            f"{CPUS}/cpufreq/policy4/scaling_governor": "powersave\n",
+            f"{CPU_FOLDER}/online": "0-3,8\n",
+            f"{CPU_FOLDER}/cpufreq/policy0/scaling_governor": "performance\n",
+            f"{CPU_FOLDER}/cpufreq/policy4/scaling_governor": "powersave\n",
             "sys/devices/system/node/online": "0-1\n",
             "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc\n",
         },
     )
 
 
-def test_a_whole_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole(tmp_path)
+def test_state_of_a_complete_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_complete_host(tmp_path)
     monkeypatch.setattr(cpu_load, "read_allowed_cores", lambda: frozenset({0, 1}))
-    found = host.read_host_state(accelerators.CPU, accelerators.CPU.find(), tmp_path)
-    assert found.model_dump() == {
+    state = host.read_host_state(accelerators.CPU, accelerators.CPU.find(), tmp_path)
+    assert state.model_dump() == {
         "load_1m": 30.25,
         "cores": 5,
         "allowed": 2,
@@ -60,31 +60,31 @@ def test_a_whole_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_governors_of_older_kernels(tmp_path: Path) -> None:
-    put(
+    write_files(
         tmp_path,
         **{
-            f"{CPUS}/cpu0/cpufreq/scaling_governor": "ondemand\n",
-            f"{CPUS}/cpu11/cpufreq/scaling_governor": "ondemand",
+            f"{CPU_FOLDER}/cpu0/cpufreq/scaling_governor": "ondemand\n",
+            f"{CPU_FOLDER}/cpu11/cpufreq/scaling_governor": "ondemand",
         },
     )
     assert host.read_host_state(accelerators.CPU, [], tmp_path).governors == ["ondemand"]
 
 
 @pytest.mark.parametrize("text", ["", "what ever\n", "nan 1", "0-x,,"])
-def test_a_host_that_tells_nothing(text: str, tmp_path: Path) -> None:
+def test_state_of_a_host_with_unreadable_files(text: str, tmp_path: Path) -> None:
     for name in (
         "proc/loadavg",
         "proc/meminfo",
-        f"{CPUS}/online",
+        f"{CPU_FOLDER}/online",
         "sys/devices/system/node/online",
     ):
-        put(tmp_path, **{name: text})
-    told = host.read_host_state(accelerators.CPU, [], tmp_path).model_dump()
-    assert set(told) == {"cores", "allowed", "devices"}
+        write_files(tmp_path, **{name: text})
+    state = host.read_host_state(accelerators.CPU, [], tmp_path).model_dump()
+    assert set(state) == {"cores", "allowed", "devices"}
 
 
-def test_the_node_of_a_pci_device(tmp_path: Path) -> None:
-    put(
+def test_numa_node_of_a_pci_device(tmp_path: Path) -> None:
+    write_files(
         tmp_path,
         **{
             "sys/bus/pci/devices/0001:3b:00.0/numa_node": "3\n",
@@ -105,16 +105,18 @@ def test_the_node_of_a_pci_device(tmp_path: Path) -> None:
         ("", None),
     ],
 )
-def test_what_torch_was_built_for(text: str, build: str | None, tmp_path: Path) -> None:
+def test_cuda_version_that_torch_was_built_for(
+    text: str, build: str | None, tmp_path: Path
+) -> None:
     (tmp_path / "version.py").write_text(text)
     assert nvml.read_torch_cuda_version(tmp_path) == build
     assert nvml.read_torch_cuda_version(tmp_path / "nowhere") is None
 
 
-def test_free_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    found = machine_inspection.measure_free_bytes(tmp_path / "records" / "of" / "today")
-    assert found is not None
-    assert found > 0
+def test_free_disk_space_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    free_bytes = machine_inspection.measure_free_bytes(tmp_path / "records" / "of" / "today")
+    assert free_bytes is not None
+    assert free_bytes > 0
 
 
 def test_a_driver_that_does_not_answer_is_a_finding(
@@ -123,29 +125,29 @@ def test_a_driver_that_does_not_answer_is_a_finding(
     def find() -> list[object]:
         raise RequestError("NVML: Unknown Error")
 
-    row = accelerators.Accelerator("broken", find, lambda found: [], {})  # type: ignore[arg-type]
+    row = accelerators.Accelerator("broken", find, lambda machine: [], {})  # type: ignore[arg-type]
     monkeypatch.setattr(
         accelerators, "load_accelerators", lambda: {"broken": row, "cpu": accelerators.CPU}
     )
     monkeypatch.setattr(machine_inspection, "WATCH_S", 0.0)
-    for asked in (None, "broken"):
-        found = machine_inspection.inspect_machine(asked, tmp_path)
-        assert (found.accelerator, found.problem, found.devices) == (
+    for requested in (None, "broken"):
+        machine = machine_inspection.inspect_machine(requested, tmp_path)
+        assert (machine.accelerator, machine.problem, machine.devices) == (
             "broken",
             "NVML: Unknown Error",
             (),
         )
 
 
-def test_the_verb(shell: Shell) -> None:
+def test_check_command(shell: Shell) -> None:
     """This machine may be busy and then not fit to measure, but for no other reason."""
-    done = shell.ask("check", "--accelerator", "cpu", "--json")
-    told = json.loads(done.out)
-    assert done.err == ""
-    assert set(told) == {"fit", "accelerator", "findings"}
-    bad = [row["name"] for row in told["findings"] if row["level"] == "bad"]
-    assert (done.code, told["fit"]) == ((1, False) if bad else (0, True))
-    rows = {row["name"]: row for row in told["findings"]}
+    result = shell.run_in_process("check", "--accelerator", "cpu", "--json")
+    answer = json.loads(result.out)
+    assert result.err == ""
+    assert set(answer) == {"fit", "accelerator", "findings"}
+    bad = [row["name"] for row in answer["findings"] if row["level"] == "bad"]
+    assert (result.code, answer["fit"]) == ((1, False) if bad else (0, True))
+    rows = {row["name"]: row for row in answer["findings"]}
     assert {
         "driver",
         "devices",
@@ -164,17 +166,17 @@ def test_the_verb(shell: Shell) -> None:
         "free disk for temporary files",
     }
     assert rows["devices"]["found"].startswith("1 cpu: ")
-    done = shell.ask("check", "--accelerator", "nothing")
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(golden("error-accelerator-nothing-is-not-known"))
+    result = shell.run_in_process("check", "--accelerator", "nothing")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(golden("error-accelerator-nothing-is-not-known"))
 
 
 def test_a_machine_without_such_a_device_is_not_fit(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    done = shell.ask("check", "--accelerator", "cuda")
-    assert (done.code, done.err) == (1, "")
-    line = next(line for line in done.out.splitlines() if " devices " in line)
+    result = shell.run_in_process("check", "--accelerator", "cuda")
+    assert (result.code, result.err) == (1, "")
+    line = next(line for line in result.out.splitlines() if " devices " in line)
     assert line.split() == ["bad", "devices", "no", "cuda", "device"]
-    assert done.out.splitlines()[-1].startswith("not fit to measure (")
+    assert result.out.splitlines()[-1].startswith("not fit to measure (")

@@ -24,50 +24,52 @@ from steelyard.run.telemetry import DeviceReadings, TelemetrySampler
 NEVER_S = 3600.0
 
 
-def ticking(step_s: float = 1.0) -> Callable[[], float]:
+def make_ticking_clock(step_s: float = 1.0) -> Callable[[], float]:
     """Return a clock that begins at 100 s and moves on by `step_s` with each call."""
     ticks: Iterator[int] = count()
     return lambda: 100.0 + step_s * next(ticks)
 
 
-def series(**columns: list[Any]) -> TelemetrySeries:
+def make_series(**columns: list[Any]) -> TelemetrySeries:
     """Return a series of device cuda:0 with these columns."""
     return TelemetrySeries(
         device="cuda:0", period_s=0.2, baseline_processes=0, columns=TelemetryColumns(**columns)
     )
 
 
-def collect(
+def collect_series(
     sampler: TelemetrySampler, host: str, severity: dict[str, str]
 ) -> list[TelemetrySeries]:
     """Return the series of each source with the rows that the sampler has read since the last call."""
-    out = []
+    all_series = []
     period_s, rows = sampler.take_new_rows()
     for source, columns in zip(sampler.sources, rows, strict=True):
-        kept = DeviceReadings(host, source.device, severity)
-        kept.add(period_s, columns)
-        out.append(kept.to_series())
-    return out
+        readings_of_device = DeviceReadings(host, source.device, severity)
+        readings_of_device.add(period_s, columns)
+        all_series.append(readings_of_device.to_series())
+    return all_series
 
 
-def plain(one: TelemetrySeries) -> dict[str, Any]:
+def to_json_values(device_series: TelemetrySeries) -> dict[str, Any]:
     """Return a series as the JSON values of a record."""
-    return one.model_dump(mode="json")
+    return device_series.model_dump(mode="json")
 
 
 def test_first_and_last_sample_are_taken_at_start_and_stop() -> None:
     rows: list[Reading] = [{"memory_bytes": 5, "processes": 2}, {"memory_bytes": 6, "processes": 1}]
-    seen = iter(rows)
+    next_rows = iter(rows)
     sampler = TelemetrySampler(
-        [TelemetrySource("cuda:0", lambda _: next(seen))],
+        [TelemetrySource("cuda:0", lambda _: next(next_rows))],
         origin_s=90.0,
-        clock=ticking(),
+        clock=make_ticking_clock(),
         period_s=NEVER_S,
     )
     sampler.start()
     sampler.stop()
-    got = [plain(one) for one in collect(sampler, "here", {})]
-    assert got == [
+    all_series = [
+        to_json_values(device_series) for device_series in collect_series(sampler, "here", {})
+    ]
+    assert all_series == [
         {
             "device": "cuda:0",
             "host": "here",
@@ -77,7 +79,7 @@ def test_first_and_last_sample_are_taken_at_start_and_stop() -> None:
             "columns": {"t_s": [10.0, 11.0], "memory_bytes": [5, 6], "processes": [2, 1]},
         }
     ]
-    assert json.loads(json.dumps(got)) == got
+    assert json.loads(json.dumps(all_series)) == all_series
 
 
 def test_the_thread_samples_until_stop() -> None:
@@ -91,12 +93,12 @@ def test_the_thread_samples_until_stop() -> None:
         return {"memory_bytes": number}
 
     sampler = TelemetrySampler(
-        [TelemetrySource("cpu", read)], origin_s=100.0, clock=ticking(), period_s=0.001
+        [TelemetrySource("cpu", read)], origin_s=100.0, clock=make_ticking_clock(), period_s=0.001
     )
     sampler.start()
     assert enough.wait(300)
     sampler.stop()
-    columns = plain(collect(sampler, "here", {})[0])["columns"]
+    columns = to_json_values(collect_series(sampler, "here", {})[0])["columns"]
     rows = len(columns["t_s"])
     assert rows >= 6
     assert columns == {
@@ -105,7 +107,7 @@ def test_the_thread_samples_until_stop() -> None:
     }
 
 
-def test_watch_says_which_processes() -> None:
+def test_watched_processes_are_read() -> None:
     def read(pids: tuple[int, ...]) -> Reading:
         return {"memory_bytes": sum(pids) if pids else None}
 
@@ -113,12 +115,12 @@ def test_watch_says_which_processes() -> None:
     sampler.start()
     sampler.watch((8, 3))
     sampler.stop()
-    got = plain(collect(sampler, "here", {})[0])
-    assert got["columns"]["memory_bytes"] == [None, 11]
-    assert got["baseline_processes"] is None
+    device_series = to_json_values(collect_series(sampler, "here", {})[0])
+    assert device_series["columns"]["memory_bytes"] == [None, 11]
+    assert device_series["baseline_processes"] is None
 
 
-def test_an_error_is_raised_by_stop() -> None:
+def test_error_of_a_source_is_raised_by_stop() -> None:
     reads = count()
     failed = Event()
 
@@ -143,29 +145,33 @@ def test_long_runs_are_thinned() -> None:
         return {"power_w": float(next(reads))}
 
     sampler = TelemetrySampler(
-        [TelemetrySource("a", read)], origin_s=100.0, clock=ticking(), period_s=NEVER_S, max_rows=4
+        [TelemetrySource("a", read)],
+        origin_s=100.0,
+        clock=make_ticking_clock(),
+        period_s=NEVER_S,
+        max_rows=4,
     )
-    kept = DeviceReadings("here", "a", {})
+    buffer = DeviceReadings("here", "a", {})
     lengths = []
     for _ in range(12):
         sampler._sample()
         period_s, (rows,) = sampler.take_new_rows()
-        kept.add(period_s, rows)
-        lengths.append(len(kept.columns["t_s"]))
+        buffer.add(period_s, rows)
+        lengths.append(len(buffer.columns["t_s"]))
     assert lengths == [1, 2, 3, 4, 3, 4, 3, 4, 3, 4, 3, 4]
-    assert kept.columns["t_s"] == kept.columns["power_w"] == [0.0, 8.0, 10.0, 11.0]
-    assert kept.period_s == sampler.period_s == 16 * NEVER_S
+    assert buffer.columns["t_s"] == buffer.columns["power_w"] == [0.0, 8.0, 10.0, 11.0]
+    assert buffer.period_s == sampler.period_s == 16 * NEVER_S
 
 
-def test_rows_that_come_after_two_halvings_at_once() -> None:
-    kept = DeviceReadings("here", "a", {})
-    kept.add(0.2, {"t_s": [0.0, 1.0, 2.0, 3.0]})
-    kept.add(0.8, {"t_s": [4.0]})
-    assert kept.columns == {"t_s": [0.0, 4.0]}
-    assert kept.to_series(lambda t_s: t_s - 1).columns.t_s == [-1.0, 3.0]
+def test_rows_after_two_halvings_thin_the_earlier_ones() -> None:
+    buffer = DeviceReadings("here", "a", {})
+    buffer.add(0.2, {"t_s": [0.0, 1.0, 2.0, 3.0]})
+    buffer.add(0.8, {"t_s": [4.0]})
+    assert buffer.columns == {"t_s": [0.0, 4.0]}
+    assert buffer.to_series(lambda t_s: t_s - 1).columns.t_s == [-1.0, 3.0]
 
 
-def test_halving_keeps_what_must_not_vanish() -> None:
+def test_halving_keeps_peaks_and_all_reasons() -> None:
     assert telemetry.halve_rows(
         {
             "t_s": [0.0, 1.0, 2.0, 3.0, 4.0],
@@ -187,19 +193,19 @@ def test_halving_keeps_what_must_not_vanish() -> None:
     }
 
 
-def test_the_limit_is_4096_rows_at_five_a_second() -> None:
+def test_default_limit_is_4096_rows_at_five_a_second() -> None:
     assert (telemetry.MAX_ROWS, telemetry.PERIOD_S) == (4096, 0.2)
 
 
 @pytest.mark.process
-def test_memory_of_this_process() -> None:
+def test_memory_of_a_process_includes_its_children() -> None:
     sampler = TelemetrySampler([cpu.make_cpu_source()], now(), period_s=NEVER_S)
     sampler.start()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         sampler.watch((os.getpid(),))
         sampler.stop()
-        first, last = collect(sampler, "here", {})[0].columns.memory_bytes
+        first, last = collect_series(sampler, "here", {})[0].columns.memory_bytes
         alone = cpu._read_resident_bytes(os.getpid())
         assert first is None
         assert alone is not None
@@ -212,27 +218,33 @@ def test_memory_of_this_process() -> None:
     assert cpu.make_cpu_source().read((child.pid,)) == {"memory_bytes": None}
 
 
-def test_window_includes_its_borders() -> None:
-    whole = series(t_s=[0.0, 1.0, 2.0, 3.0], power_w=[5.0, 6.0, None, 8.0])
-    assert device_readings.select_readings(whole, 1.0, 2.0) == series(
+def test_window_includes_both_ends() -> None:
+    all_readings = make_series(t_s=[0.0, 1.0, 2.0, 3.0], power_w=[5.0, 6.0, None, 8.0])
+    assert device_readings.select_readings(all_readings, 1.0, 2.0) == make_series(
         t_s=[1.0, 2.0], power_w=[6.0, None]
     )
-    assert device_readings.select_readings(whole, 1.1, 1.9) == series(t_s=[], power_w=[])
-    assert whole.columns.t_s == [0.0, 1.0, 2.0, 3.0]
+    assert device_readings.select_readings(all_readings, 1.1, 1.9) == make_series(
+        t_s=[], power_w=[]
+    )
+    assert all_readings.columns.t_s == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_peak_memory() -> None:
     assert (
         device_readings.find_peak_memory_bytes(
-            series(t_s=[0.0, 1.0, 2.0], memory_bytes=[3, 7, None])
+            make_series(t_s=[0.0, 1.0, 2.0], memory_bytes=[3, 7, None])
         )
         == 7
     )
-    assert device_readings.find_peak_memory_bytes(series(t_s=[0.0], memory_bytes=[None])) is None
-    assert device_readings.find_peak_memory_bytes(series(t_s=[0.0])) is None
+    assert (
+        device_readings.find_peak_memory_bytes(make_series(t_s=[0.0], memory_bytes=[None])) is None
+    )
+    assert device_readings.find_peak_memory_bytes(make_series(t_s=[0.0])) is None
 
 
-COUNTER = series(t_s=[0.0, 1.0, 2.0, 3.0, 5.0], energy_j=[100.0, 110.0, 130.0, 160.0, 180.0])
+ENERGY_SERIES = make_series(
+    t_s=[0.0, 1.0, 2.0, 3.0, 5.0], energy_j=[100.0, 110.0, 130.0, 160.0, 180.0]
+)
 
 
 @pytest.mark.parametrize(
@@ -248,14 +260,18 @@ COUNTER = series(t_s=[0.0, 1.0, 2.0, 3.0, 5.0], energy_j=[100.0, 110.0, 130.0, 1
         (1.0, 5.5, None),
     ],
 )
-def test_energy(start_s: float, end_s: float, expected: float | None) -> None:
-    assert device_readings.count_energy_j(COUNTER, start_s, end_s) == expected
+def test_energy_is_interpolated_between_readings(
+    start_s: float, end_s: float, expected: float | None
+) -> None:
+    assert device_readings.count_energy_j(ENERGY_SERIES, start_s, end_s) == expected
 
 
-def test_energy_without_a_counter() -> None:
-    assert device_readings.count_energy_j(series(t_s=[0.0, 1.0, 2.0]), 0.0, 2.0) is None
+def test_no_energy_without_a_counter() -> None:
+    assert device_readings.count_energy_j(make_series(t_s=[0.0, 1.0, 2.0]), 0.0, 2.0) is None
     assert (
-        device_readings.count_energy_j(series(t_s=[0.0, 1.0, 2.0], energy_j=[None] * 3), 0.0, 2.0)
+        device_readings.count_energy_j(
+            make_series(t_s=[0.0, 1.0, 2.0], energy_j=[None] * 3), 0.0, 2.0
+        )
         is None
     )
 
@@ -263,30 +279,32 @@ def test_energy_without_a_counter() -> None:
 def test_energy_over_a_missed_reading() -> None:
     assert (
         device_readings.count_energy_j(
-            series(t_s=[0.0, 1.0, 2.0, 3.0], energy_j=[0.0, None, 20.0, 50.0]), 1.0, 3.0
+            make_series(t_s=[0.0, 1.0, 2.0, 3.0], energy_j=[0.0, None, 20.0, 50.0]), 1.0, 3.0
         )
         == 40.0
     )
 
 
-def test_slowdowns() -> None:
-    seen = series(
+def test_slowdowns_are_shares_of_readings() -> None:
+    device_series = make_series(
         t_s=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], reasons=[["x"], ["a"], ["a", "b"], [], ["a"], None]
     )
-    assert device_readings.find_slowdown_shares(seen, 1.0, 5.0) == {"a": 0.75, "b": 0.25}
-    assert device_readings.find_slowdown_shares(seen, 3.0, 3.0) == {}
-    assert device_readings.find_slowdown_shares(seen, 5.0, 6.0) == {}
-    assert device_readings.find_slowdown_shares(series(t_s=[0.0]), 0.0, 1.0) == {}
+    assert device_readings.find_slowdown_shares(device_series, 1.0, 5.0) == {"a": 0.75, "b": 0.25}
+    assert device_readings.find_slowdown_shares(device_series, 3.0, 3.0) == {}
+    assert device_readings.find_slowdown_shares(device_series, 5.0, 6.0) == {}
+    assert device_readings.find_slowdown_shares(make_series(t_s=[0.0]), 0.0, 1.0) == {}
 
 
-def test_foreign() -> None:
-    seen = series(t_s=[0.0, 1.0, 2.0, 3.0, 4.0], processes=[2, 1, 1, 2, None])
-    assert device_readings.has_foreign_processes(seen, 0.5, 2.5) is False
-    assert device_readings.has_foreign_processes(seen, 0.5, 3.0) is True
-    assert device_readings.has_foreign_processes(seen, 0.5, 3.0, workers=2) is False
-    assert device_readings.has_foreign_processes(seen, 3.5, 4.5) is None
+def test_foreign_processes_are_detected() -> None:
+    device_series = make_series(t_s=[0.0, 1.0, 2.0, 3.0, 4.0], processes=[2, 1, 1, 2, None])
+    assert device_readings.has_foreign_processes(device_series, 0.5, 2.5) is False
+    assert device_readings.has_foreign_processes(device_series, 0.5, 3.0) is True
+    assert device_readings.has_foreign_processes(device_series, 0.5, 3.0, workers=2) is False
+    assert device_readings.has_foreign_processes(device_series, 3.5, 4.5) is None
     assert (
-        device_readings.has_foreign_processes(series(t_s=[0.0, 1.0], processes=[0, 0]), 0.0, 1.0)
+        device_readings.has_foreign_processes(
+            make_series(t_s=[0.0, 1.0], processes=[0, 0]), 0.0, 1.0
+        )
         is None
     )
-    assert device_readings.has_foreign_processes(series(t_s=[0.0, 1.0]), 0.0, 1.0) is None
+    assert device_readings.has_foreign_processes(make_series(t_s=[0.0, 1.0]), 0.0, 1.0) is None

@@ -16,19 +16,21 @@ from steelyard.tasks.lambada.data import LambadaTexts
 
 CPU = torch.device("cpu")
 VOCAB, HIDDEN = 251, 16
-ROWS = [[1, 5, 9, 200, 7, 0], [1, 250, 0], [1, 3, 3, 3, 17, 99, 100, 0], [1, 4, 0]]
-LAST = [2, 1, 3, 1]
-TEXTS = LambadaTexts(rows=ROWS, groups=[0, 1, 2, 3], index=[0, 1, 2, 3], last=LAST)
+PASSAGE_ROWS = [[1, 5, 9, 200, 7, 0], [1, 250, 0], [1, 3, 3, 3, 17, 99, 100, 0], [1, 4, 0]]
+LAST_WORD_LENGTHS = [2, 1, 3, 1]
+TEXTS = LambadaTexts(
+    rows=PASSAGE_ROWS, groups=[0, 1, 2, 3], index=[0, 1, 2, 3], last=LAST_WORD_LENGTHS
+)
 
 
-class Recorded(TensorParallelGroup):
+class RecordedGroup(TensorParallelGroup):
     """A tensor-parallel group of several ranks in one process: `gather` records what this rank
     sends and returns what `others` hold.
     """
 
-    def __init__(self, share: Shard, others: list[torch.Tensor] | None = None) -> None:
+    def __init__(self, share: Shard, other_parts: list[torch.Tensor] | None = None) -> None:
         super().__init__(share)
-        object.__setattr__(self, "others", others)
+        object.__setattr__(self, "others", other_parts)
         object.__setattr__(self, "sent", [])
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -39,104 +41,114 @@ class Recorded(TensorParallelGroup):
         return part[None] if self.others is None else torch.stack(self.others)
 
 
-def logits_of(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_hidden_and_output(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return random hidden states of all tokens of all rows, and a random output matrix."""
     generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(sum(map(len, ROWS)), HIDDEN, generator=generator)
+    hidden = torch.randn(sum(map(len, PASSAGE_ROWS)), HIDDEN, generator=generator)
     return hidden, torch.randn(VOCAB, HIDDEN, generator=generator)
 
 
-def literal(hidden: torch.Tensor, output: torch.Tensor) -> list[tuple[float, float, int]]:
+def score_token_by_token(
+    hidden: torch.Tensor, output: torch.Tensor
+) -> list[tuple[float, float, int]]:
     """Return for each passage its loss, the loss of its last word, and whether greedy decoding
     finds that word, computed token by token in fp64.
     """
-    out, at = [], 0
-    for row, last in zip(ROWS, LAST, strict=True):
-        logits = hidden[at : at + len(row)].double() @ output.double().T
+    scores, start = [], 0
+    for row, last_length in zip(PASSAGE_ROWS, LAST_WORD_LENGTHS, strict=True):
+        logits = hidden[start : start + len(row)].double() @ output.double().T
         losses = [
-            float(F.cross_entropy(logits[i], torch.tensor(row[i + 1]))) for i in range(len(row) - 1)
+            float(F.cross_entropy(logits[position], torch.tensor(row[position + 1])))
+            for position in range(len(row) - 1)
         ]
-        word = range(len(row) - 2 - last, len(row) - 2)
-        right = all(int(logits[i].argmax()) == row[i + 1] for i in word)
-        out.append((sum(losses), sum(losses[i] for i in word), int(right)))
-        at += len(row)
-    return out
+        word = range(len(row) - 2 - last_length, len(row) - 2)
+        is_hit = all(int(logits[position].argmax()) == row[position + 1] for position in word)
+        scores.append((sum(losses), sum(losses[position] for position in word), int(is_hit)))
+        start += len(row)
+    return scores
 
 
-def likeliest(hidden: torch.Tensor, output: torch.Tensor) -> list[list[int]]:
+def find_likeliest_tokens(hidden: torch.Tensor, output: torch.Tensor) -> list[list[int]]:
     """Return for each passage the likeliest token at each position of its last word."""
-    out, at = [], 0
-    for row, last in zip(ROWS, LAST, strict=True):
-        best = (hidden[at : at + len(row)].double() @ output.double().T).argmax(-1).tolist()
-        out.append(best[len(row) - 2 - last : len(row) - 2])
-        at += len(row)
-    return out
+    tokens, start = [], 0
+    for row, last_length in zip(PASSAGE_ROWS, LAST_WORD_LENGTHS, strict=True):
+        best = (hidden[start : start + len(row)].double() @ output.double().T).argmax(-1).tolist()
+        tokens.append(best[len(row) - 2 - last_length : len(row) - 2])
+        start += len(row)
+    return tokens
 
 
-def ends() -> np.ndarray:
+def find_row_ends() -> np.ndarray:
     """Return the position of each row's last token among all tokens."""
-    return np.cumsum([len(row) for row in ROWS]) - 1
+    return np.cumsum([len(row) for row in PASSAGE_ROWS]) - 1
 
 
-def answered(
+def read_answers(
     group: TensorParallelGroup, hidden: torch.Tensor, output: torch.Tensor, compiled: bool = False
 ) -> dict:
     """Return the columns of answers that a LossReader gives for all passages on one rank."""
     reader = LossReader(TEXTS, VOCAB, group.share, group.gather, CPU)
     items = [0, 1, 2, 3]
-    asked: AnswerRequest = reader.ask(items, ends(), partial(send_array, device=CPU))
-    assert len(asked.pick) == sum(len(row) - 1 for row in ROWS)
-    answers = reader.answer(lambda rows: rows @ output.T, hidden[asked.pick], asked, compiled)
+    picked: AnswerRequest = reader.ask(items, find_row_ends(), partial(send_array, device=CPU))
+    assert len(picked.pick) == sum(len(row) - 1 for row in PASSAGE_ROWS)
+    answers = reader.answer(lambda rows: rows @ output.T, hidden[picked.pick], picked, compiled)
     return reader.to_lists(items, answers)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4096])
-def test_losses_equal_the_long_way(chunk, monkeypatch):
+def test_losses_equal_a_loop_over_tokens(chunk, monkeypatch):
     monkeypatch.setattr(readers, "CHUNK_TOKENS", chunk)
-    hidden, output = logits_of()
-    found = answered(TensorParallelGroup(), hidden, output)
-    for i, (nll, last, hit) in enumerate(literal(hidden, output)):
-        assert found["nll"][i] == pytest.approx(nll, abs=1e-5)
-        assert found["last_nll"][i] == pytest.approx(last, abs=1e-5)
-        assert found["hit"][i] == hit
-    assert found["argmax"] == likeliest(hidden, output)
-    assert found["items"] == [0, 1, 2, 3]
+    hidden, output = draw_hidden_and_output()
+    answers = read_answers(TensorParallelGroup(), hidden, output)
+    for passage, (nll, last_nll, hit) in enumerate(score_token_by_token(hidden, output)):
+        assert answers["nll"][passage] == pytest.approx(nll, abs=1e-5)
+        assert answers["last_nll"][passage] == pytest.approx(last_nll, abs=1e-5)
+        assert answers["hit"][passage] == hit
+    assert answers["argmax"] == find_likeliest_tokens(hidden, output)
+    assert answers["items"] == [0, 1, 2, 3]
 
 
-def test_a_word_is_hit_only_whole():
+def test_a_last_word_is_hit_only_if_all_its_tokens_are():
     """The likeliest next token is right everywhere, then wrong at one token of a last word of
     three.
     """
-    hidden = torch.zeros(sum(map(len, ROWS)), VOCAB)
-    at = 0
-    for row in ROWS:
-        for i in range(len(row) - 1):
-            hidden[at + i, row[i + 1]] = 5.0
-        at += len(row)
+    hidden = torch.zeros(sum(map(len, PASSAGE_ROWS)), VOCAB)
+    start = 0
+    for row in PASSAGE_ROWS:
+        for position in range(len(row) - 1):
+            hidden[start + position, row[position + 1]] = 5.0
+        start += len(row)
     output = torch.eye(VOCAB)
-    assert answered(TensorParallelGroup(), hidden, output)["hit"] == [1, 1, 1, 1]
-    begin = len(ROWS[0]) + len(ROWS[1])
-    for place, hits in ((2, [1, 1, 1, 1]), (3, [1, 1, 0, 1]), (5, [1, 1, 0, 1]), (6, [1, 1, 1, 1])):
-        wrong = hidden.clone()
-        wrong[begin + place, 8] = 6.0  # positions 3 to 5 predict the last word, 6 ends
-        assert answered(TensorParallelGroup(), wrong, output)["hit"] == hits, place
+    assert read_answers(TensorParallelGroup(), hidden, output)["hit"] == [1, 1, 1, 1]
+    third_row = len(PASSAGE_ROWS[0]) + len(PASSAGE_ROWS[1])
+    for offset, hits in (
+        (2, [1, 1, 1, 1]),
+        (3, [1, 1, 0, 1]),
+        (5, [1, 1, 0, 1]),
+        (6, [1, 1, 1, 1]),
+    ):
+        changed = hidden.clone()
+        changed[third_row + offset, 8] = 6.0  # positions 3 to 5 predict the last word, 6 ends
+        assert read_answers(TensorParallelGroup(), changed, output)["hit"] == hits, offset
 
 
-def test_of_equal_logits_the_first_wins_as_argmax_has_it():
-    hidden = torch.ones(sum(map(len, ROWS)), HIDDEN)
+def test_of_equal_logits_the_first_token_is_likeliest():
+    hidden = torch.ones(sum(map(len, PASSAGE_ROWS)), HIDDEN)
     output = torch.ones(VOCAB, HIDDEN)
-    assert answered(TensorParallelGroup(), hidden, output)["hit"] == [0, 0, 0, 0]
+    assert read_answers(TensorParallelGroup(), hidden, output)["hit"] == [0, 0, 0, 0]
 
 
-def test_likeliest_tokens_of_very_long_words_are_not_kept(monkeypatch):
-    monkeypatch.setattr(readers, "MAX_WORD_TOKENS", max(LAST) - 1)
-    hidden, output = logits_of()
-    found = answered(TensorParallelGroup(), hidden, output)
-    assert list(found) == ["items", "nll", "last_nll", "hit"]
-    monkeypatch.setattr(readers, "MAX_WORD_TOKENS", max(LAST))
-    kept = answered(TensorParallelGroup(), hidden, output)
-    assert {name: column for name, column in kept.items() if name != "argmax"} == found
-    assert kept["argmax"] == likeliest(hidden, output)
+def test_likeliest_tokens_of_very_long_words_are_left_out(monkeypatch):
+    monkeypatch.setattr(readers, "MAX_WORD_TOKENS", max(LAST_WORD_LENGTHS) - 1)
+    hidden, output = draw_hidden_and_output()
+    without_tokens = read_answers(TensorParallelGroup(), hidden, output)
+    assert list(without_tokens) == ["items", "nll", "last_nll", "hit"]
+    monkeypatch.setattr(readers, "MAX_WORD_TOKENS", max(LAST_WORD_LENGTHS))
+    with_tokens = read_answers(TensorParallelGroup(), hidden, output)
+    assert {
+        name: column for name, column in with_tokens.items() if name != "argmax"
+    } == without_tokens
+    assert with_tokens["argmax"] == find_likeliest_tokens(hidden, output)
 
 
 def test_a_rank_without_passages_has_no_answers():
@@ -153,65 +165,70 @@ def test_a_rank_without_passages_has_no_answers():
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_a_divided_vocabulary_gives_the_same(count):
-    hidden, output = logits_of(1)
-    whole = answered(TensorParallelGroup(), hidden, output)
+def test_a_vocabulary_divided_over_ranks_gives_the_same_answers(count):
+    hidden, output = draw_hidden_and_output(1)
+    expected = read_answers(TensorParallelGroup(), hidden, output)
     rows = count_vocab_rows(VOCAB, count)
     assert rows * count > VOCAB  # the last rank's rows are padded
     # padding rows whose logits would be the highest if they counted
     padded = torch.full((rows * count, HIDDEN), 100.0)
     padded[:VOCAB] = output
-    parts = []
-    for i in range(count):
-        group = Recorded(Shard(i, count))
-        answered(group, hidden, padded[i * rows : (i + 1) * rows])
-        parts += group.sent
-    for i in range(count):
-        found = answered(
-            Recorded(Shard(i, count), parts), hidden, padded[i * rows : (i + 1) * rows]
+    gathered = []
+    for rank in range(count):
+        group = RecordedGroup(Shard(rank, count))
+        read_answers(group, hidden, padded[rank * rows : (rank + 1) * rows])
+        gathered += group.sent
+    for rank in range(count):
+        answers = read_answers(
+            RecordedGroup(Shard(rank, count), gathered),
+            hidden,
+            padded[rank * rows : (rank + 1) * rows],
         )
-        assert (found["hit"], found["argmax"]) == (whole["hit"], whole["argmax"])
-        assert found["nll"] == pytest.approx(whole["nll"], abs=1e-5)
-        assert found["last_nll"] == pytest.approx(whole["last_nll"], abs=1e-5)
+        assert (answers["hit"], answers["argmax"]) == (expected["hit"], expected["argmax"])
+        assert answers["nll"] == pytest.approx(expected["nll"], abs=1e-5)
+        assert answers["last_nll"] == pytest.approx(expected["last_nll"], abs=1e-5)
 
 
-def test_a_logit_that_is_not_finite_spoils_its_own_passage_alone():
-    hidden, output = logits_of(2)
+def test_a_logit_that_is_not_finite_affects_only_its_passage():
+    hidden, output = draw_hidden_and_output(2)
     hidden[7] = torch.nan  # a token of the second passage
-    found = answered(TensorParallelGroup(), hidden, output)
-    assert [value == value for value in found["nll"]] == [True, False, True, True]
-    assert all(0 <= token < VOCAB for word in found["argmax"] for token in word)
+    answers = read_answers(TensorParallelGroup(), hidden, output)
+    assert [value == value for value in answers["nll"]] == [True, False, True, True]
+    assert all(0 <= token < VOCAB for word in answers["argmax"] for token in word)
 
 
-def test_choices_see_the_whole_vocabulary_and_no_padding():
+def test_choices_are_over_the_full_vocabulary_without_padding():
     from steelyard.tasks.questions import Prompts
 
     texts = Prompts([[1], [1]], [0, 0], [0, 1], [0, 0], [0, 0], ["s"], [5, 6, 7, 8], 0)
-    hidden, output = logits_of(3)
+    hidden, output = draw_hidden_and_output(3)
     hidden = hidden[:2]
-    whole = readers.ChoiceReader(texts, VOCAB, Shard(), TensorParallelGroup().gather, CPU)
-    asked = whole.ask([0, 1], np.array([0, 1]), partial(send_array, device=CPU))
-    alone = whole.answer(lambda rows: rows @ output.T, hidden, asked, False)
+    full_reader = readers.ChoiceReader(texts, VOCAB, Shard(), TensorParallelGroup().gather, CPU)
+    picked = full_reader.ask([0, 1], np.array([0, 1]), partial(send_array, device=CPU))
+    expected = full_reader.answer(lambda rows: rows @ output.T, hidden, picked, False)
     rows = count_vocab_rows(VOCAB, 2)
     padded = torch.full((rows * 2, HIDDEN), 100.0)
     padded[:VOCAB] = output
-    parts = [hidden @ padded[i * rows : (i + 1) * rows].T for i in range(2)]
-    for i in range(2):
-        shared = readers.ChoiceReader(
-            texts, VOCAB, Shard(i, 2), Recorded(Shard(i, 2), parts).gather, CPU
+    rank_logits = [hidden @ padded[rank * rows : (rank + 1) * rows].T for rank in range(2)]
+    for rank in range(2):
+        rank_reader = readers.ChoiceReader(
+            texts, VOCAB, Shard(rank, 2), RecordedGroup(Shard(rank, 2), rank_logits).gather, CPU
         )
-        again = shared.answer(
-            lambda x, i=i: x @ padded[i * rows : (i + 1) * rows].T, hidden, asked, False
+        answers = rank_reader.answer(
+            lambda x, rank=rank: x @ padded[rank * rows : (rank + 1) * rows].T,
+            hidden,
+            picked,
+            False,
         )
-        assert torch.equal(again, alone)
-    assert alone[:, 0].tolist() == (hidden @ output.T).argmax(-1).tolist()
+        assert torch.equal(answers, expected)
+    assert expected[:, 0].tolist() == (hidden @ output.T).argmax(-1).tolist()
 
 
 @pytest.mark.full
-def test_compiled_losses_are_the_same(one_thread):
-    hidden, output = logits_of(4)
-    plain, fused = (
-        answered(TensorParallelGroup(), hidden, output, compiled) for compiled in (False, True)
+def test_compiled_losses_equal_eager_ones(one_thread):
+    hidden, output = draw_hidden_and_output(4)
+    eager, compiled_answers = (
+        read_answers(TensorParallelGroup(), hidden, output, compiled) for compiled in (False, True)
     )
-    assert fused["hit"] == plain["hit"]
-    assert fused["nll"] == pytest.approx(plain["nll"], abs=1e-5)
+    assert compiled_answers["hit"] == eager["hit"]
+    assert compiled_answers["nll"] == pytest.approx(eager["nll"], abs=1e-5)

@@ -28,10 +28,10 @@ from steelyard.scoring.loop import Scorer, ScoringLoop
 from steelyard.tasks.task import Sources
 
 PACKAGE = Path(__file__).parents[1] / "fixtures" / "packages" / "short_engine"
-CASE, PASSAGES = "llama2-7b-mmlu", "aquila2-34b-lambada"
+QUESTIONS_CASE, PASSAGES_CASE = "llama2-7b-mmlu", "aquila2-34b-lambada"
 
 
-class Fake(Scorer):
+class FakeScorer(Scorer):
     """A scorer that predicts token + 1 everywhere and records the loop's calls in `calls`."""
 
     def __init__(self, vocab: int, compiles: bool = False) -> None:
@@ -63,8 +63,8 @@ class Fake(Scorer):
         return {"attention": "none"}
 
 
-def job(
-    case: str = CASE,
+def make_job(
+    case: str = QUESTIONS_CASE,
     settings: tuple[str, ...] = (),
     replica: int = 0,
     dp: int = 1,
@@ -80,7 +80,7 @@ def job(
         degrees.make_plan(resolved, 1, 1), 0, torch.device("cpu")
     )
     place = RankPosition(tp=0, pp=0, dp=replica)
-    given = {
+    rank_fields = {
         "weights": None,
         "device": CpuTorchDevice(0, monotonic),
         "rank": replica,
@@ -94,20 +94,22 @@ def job(
         inputs=prepared.inputs,
         group=group,
         steps=steps,
-        **given,
+        **rank_fields,
     )
 
 
-def loop(one: Job, batches: ScoringBatches | None = None, compiles: bool = False) -> ScoringLoop:
+def make_loop(
+    score_job: Job, batches: ScoringBatches | None = None, compiles: bool = False
+) -> ScoringLoop:
     """Return a scoring loop with a fake scorer, over packed batches unless others are given."""
     return ScoringLoop(
-        one,
-        Fake(one.case.question.model.vocab, compiles),
-        batches or plan_packed_batches(one, "fake"),
+        score_job,
+        FakeScorer(score_job.case.question.model.vocab, compiles),
+        batches or plan_packed_batches(score_job, "fake"),
     )
 
 
-def scored(engine: ScoringLoop, name: str = "val") -> list[Phase | Work]:
+def run_pass(engine: ScoringLoop, name: str = "val") -> list[Phase | Work]:
     """Prepare a pass, run it, and return the phases and work it yielded."""
     engine.prepare(name, lambda part: nullcontext())
     return list(engine.work(name))
@@ -115,31 +117,38 @@ def scored(engine: ScoringLoop, name: str = "val") -> list[Phase | Work]:
 
 @pytest.mark.parametrize("plan", [plan_packed_batches, plan_padded_batches])
 def test_answers_are_those_of_the_model(plan: Any) -> None:
-    one = job()
-    engine = loop(one, plan(one, "fake"))
-    scored(engine)
-    out, vocab = engine.outputs("val"), one.case.question.model.vocab
-    assert sorted(out["items"]) == list(range(len(one.inputs.rows)))
-    assert out["best"] == [(one.inputs.rows[item][-1] + 1) % vocab for item in out["items"]]
-    assert set(out["finite"]) == {1}
+    score_job = make_job()
+    engine = make_loop(score_job, plan(score_job, "fake"))
+    run_pass(engine)
+    outputs, vocab = engine.outputs("val"), score_job.case.question.model.vocab
+    assert sorted(outputs["items"]) == list(range(len(score_job.inputs.rows)))
+    assert outputs["best"] == [
+        (score_job.inputs.rows[item][-1] + 1) % vocab for item in outputs["items"]
+    ]
+    assert set(outputs["finite"]) == {1}
 
 
 @pytest.mark.parametrize("plan", [plan_packed_batches, plan_padded_batches])
 def test_losses_are_those_of_the_model(plan: Any) -> None:
-    one = job(PASSAGES)
-    engine = loop(one, plan(one, "fake"))
-    scored(engine)
-    out, vocab = engine.outputs("val"), one.case.question.model.vocab
+    score_job = make_job(PASSAGES_CASE)
+    engine = make_loop(score_job, plan(score_job, "fake"))
+    run_pass(engine)
+    outputs, vocab = engine.outputs("val"), score_job.case.question.model.vocab
     # the loss of a target with logit 0 when one other token has logit 1; a hit's is 1 less
-    all_wrong = torch.tensor(float(vocab - 1 + torch.e)).log()
-    hits = [sum((a + 1) % vocab == b for a, b in pairwise(row)) for row in one.inputs.rows]
-    wanted = [(len(one.inputs.rows[item]) - 1) * all_wrong - hits[item] for item in out["items"]]
-    assert out["nll"] == pytest.approx([float(value) for value in wanted], rel=1e-5)
+    miss_loss = torch.tensor(float(vocab - 1 + torch.e)).log()
+    hits = [
+        sum((token + 1) % vocab == target for token, target in pairwise(row))
+        for row in score_job.inputs.rows
+    ]
+    expected = [
+        (len(score_job.inputs.rows[item]) - 1) * miss_loss - hits[item] for item in outputs["items"]
+    ]
+    assert outputs["nll"] == pytest.approx([float(value) for value in expected], rel=1e-5)
 
 
-def test_a_pass_marks_its_phases_and_names_its_rows() -> None:
-    engine = loop(job())
-    items = scored(engine)
+def test_a_pass_yields_its_phases_and_the_rows_of_each_step() -> None:
+    engine = make_loop(make_job())
+    items = run_pass(engine)
     steps = len(engine.batches.in_pass)
     marks = [item.name if isinstance(item, Phase) else "work" for item in items]
     assert marks == ["data", "compute", "work"] * steps + ["score", "work"]
@@ -148,36 +157,38 @@ def test_a_pass_marks_its_phases_and_names_its_rows() -> None:
     assert sorted(rows) == list(range(len(engine.job.inputs.rows)))
 
 
-def test_padding_is_said_in_every_step() -> None:
-    one = job(settings=("tune.pad_to=16",))
+def test_padded_tokens_are_counted_in_every_step() -> None:
+    score_job = make_job(settings=("tune.pad_to=16",))
     works = [
         item
-        for item in scored(loop(one, plan_padded_batches(one, "fake")))
+        for item in run_pass(make_loop(score_job, plan_padded_batches(score_job, "fake")))
         if isinstance(item, Work) and item.rows
     ]
-    lens = [[len(one.inputs.rows[i]) for i in work.rows or ()] for work in works]
-    wanted = [len(row) * -(-max(row) // 16) * 16 - sum(row) for row in lens]
-    assert [work.counts["padded"] for work in works] == wanted
-    assert sum(wanted) > 0
+    lens = [
+        [len(score_job.inputs.rows[item_index]) for item_index in work.rows or ()] for work in works
+    ]
+    expected = [len(row) * -(-max(row) // 16) * 16 - sum(row) for row in lens]
+    assert [work.counts["padded"] for work in works] == expected
+    assert sum(expected) > 0
 
 
 def test_a_pass_computes_a_shared_prefix_once() -> None:
-    one = job(settings=("question.division=open",))
-    engine = loop(one)
-    works = [item for item in scored(engine) if isinstance(item, Work)]
+    score_job = make_job(settings=("question.division=open",))
+    engine = make_loop(score_job)
+    works = [item for item in run_pass(engine) if isinstance(item, Work)]
     assert sorted(group for work in works for group in work.prefixes) == sorted(
-        set(one.inputs.groups)
+        set(score_job.inputs.groups)
     )
     assert engine.batches.prefix_rows > 0
 
 
-def test_replicas_share_the_batches_and_steps_end_a_pass() -> None:
-    parts = [loop(job(replica=replica, dp=2)) for replica in range(2)]
-    for engine in parts:
-        scored(engine)
-    every = sorted(item for engine in parts for item in engine.outputs("val")["items"])
-    assert every == list(range(len(parts[0].job.inputs.rows)))
-    assert loop(job(steps=2)).total("val") == 3
+def test_replicas_divide_the_batches_and_steps_limit_a_pass() -> None:
+    loops = [make_loop(make_job(replica=replica, dp=2)) for replica in range(2)]
+    for engine in loops:
+        run_pass(engine)
+    scored_items = sorted(item for engine in loops for item in engine.outputs("val")["items"])
+    assert scored_items == list(range(len(loops[0].job.inputs.rows)))
+    assert make_loop(make_job(steps=2)).total("val") == 3
 
 
 @pytest.mark.parametrize(
@@ -220,41 +231,46 @@ def test_a_model_is_loaded_once_and_compiled_for_all_passes_but_val(
     uses: int,
     warmed: tuple[int, ...],
 ) -> None:
-    engine, named, counts = loop(job(settings=settings), compiles=compiles), [], []
+    engine, part_names, counts = make_loop(make_job(settings=settings), compiles=compiles), [], []
 
     @contextmanager
     def part(name: str):
-        named.append(name)
+        part_names.append(name)
         yield
 
     calls = engine.scorer.calls
     for name in ("val", "infer", "bare"):
-        before = calls.count("hidden")
+        calls_before = calls.count("hidden")
         engine.prepare(name, part)
-        counts.append(calls.count("hidden") - before)
-    assert (tuple(named), tuple(counts)) == (("weights", *parts), warmed)
+        counts.append(calls.count("hidden") - calls_before)
+    assert (tuple(part_names), tuple(counts)) == (("weights", *parts), warmed)
     assert calls.count("load") == 1
-    fast = "tune.compile=true" in settings
+    compiles_passes = "tune.compile=true" in settings
     assert [call for call in calls if call.startswith("use")] == [
-        f"use {fast and i > 0}" for i in range(uses)
+        f"use {compiles_passes and number > 0}" for number in range(uses)
     ]
 
 
-def test_a_compiler_meets_every_extreme_shape_before_the_pass() -> None:
-    one = job(PASSAGES, settings=("tune.warmup=1", "tune.batch_tokens=200"))
-    plan = plan_padded_batches(one, "fake")
-    shapes = [make().tokens.shape for make in plan.in_pass]
-    rows = one.inputs.rows
-    longest = [max(len(rows[i]) for i in make().items) for make in plan.compile_warmup]
-    every = [max(len(rows[i]) for i in make().items) for make in plan.in_pass]
-    warmed = [make().tokens.shape[0] for make in plan.compile_warmup]
-    assert {min(shapes)[0], max(shapes)[0]} <= set(warmed)
-    assert {min(every), max(every)} <= set(longest)
-    assert plan.compile_warmup[4:] == plan.warmup == plan.in_pass[:1]
+def test_compilation_warms_up_the_smallest_and_largest_shapes() -> None:
+    score_job = make_job(PASSAGES_CASE, settings=("tune.warmup=1", "tune.batch_tokens=200"))
+    score_batches = plan_padded_batches(score_job, "fake")
+    shapes = [make_batch().tokens.shape for make_batch in score_batches.in_pass]
+    rows = score_job.inputs.rows
+    warmed_longest_rows = [
+        max(len(rows[item]) for item in make_batch().items)
+        for make_batch in score_batches.compile_warmup
+    ]
+    longest_rows = [
+        max(len(rows[item]) for item in make_batch().items) for make_batch in score_batches.in_pass
+    ]
+    warmed_sizes = [make_batch().tokens.shape[0] for make_batch in score_batches.compile_warmup]
+    assert {min(shapes)[0], max(shapes)[0]} <= set(warmed_sizes)
+    assert {min(longest_rows), max(longest_rows)} <= set(warmed_longest_rows)
+    assert score_batches.compile_warmup[4:] == score_batches.warmup == score_batches.in_pass[:1]
 
 
-def test_details_count_what_the_rank_holds() -> None:
-    engine = loop(job())
+def test_details_count_batches_and_parameters_of_the_rank() -> None:
+    engine = make_loop(make_job())
     counts = {
         "batches": len(engine.batches.in_pass),
         "parameters": 3,
@@ -263,30 +279,32 @@ def test_details_count_what_the_rank_holds() -> None:
     assert engine.details() == {"attention": "none", **counts}
 
 
-def test_what_batches_cannot_be_is_refused() -> None:
+def test_unsupported_batching_is_refused() -> None:
     with pytest.raises(RequestError, match=r"engine fake packs sequences; tune.batching='sorted'"):
-        plan_packed_batches(job(settings=("tune.batching=sorted",)), "fake")
+        plan_packed_batches(make_job(settings=("tune.batching=sorted",)), "fake")
     with pytest.raises(RequestError, match=r"engine fake pads sequences; allowed"):
-        plan_padded_batches(job(settings=("tune.batching=packed",)), "fake")
+        plan_padded_batches(make_job(settings=("tune.batching=packed",)), "fake")
     with pytest.raises(RequestError, match=r"engine fake computes every token of every prompt"):
-        plan_padded_batches(job(settings=("question.division=open",)), "fake")
+        plan_padded_batches(make_job(settings=("question.division=open",)), "fake")
 
 
-def test_the_example_has_50_lines_at_most() -> None:
+def test_the_example_engine_has_at_most_50_lines() -> None:
     assert sum(len(path.read_text().splitlines()) for path in PACKAGE.glob("*.py")) <= 50
 
 
-def test_the_docs_show_the_example() -> None:
+def test_the_docs_show_the_example_engine() -> None:
     text = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
-    shown = re.sub(r" +#.*", "", text[text.index("class Short(Scorer):") :].partition("```")[0])
+    documented = re.sub(
+        r" +#.*", "", text[text.index("class Short(Scorer):") :].partition("```")[0]
+    )
     source = (PACKAGE / "short_torch.py").read_text()
-    assert shown.split() == source[source.index("class Short(Scorer):") :].split()
+    assert documented.split() == source[source.index("class Short(Scorer):") :].split()
 
 
 @pytest.mark.full
-def test_the_example_conforms(tmp_path: Path) -> None:
+def test_the_example_engine_conforms(tmp_path: Path) -> None:
     shell = Shell(tmp_path, (PACKAGE,))
-    done = shell("conform", "short", "--json", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    result = shell("conform", "short", "--json", XDG_CACHE_HOME=str(tmp_path / "cache"))
     shell.clean()
-    assert (done.code, done.json()["conforms"]) == (0, True), done.out
-    assert {row["case"] for row in done.json()["rows"]} == {CASE, PASSAGES}
+    assert (result.code, result.json()["conforms"]) == (0, True), result.out
+    assert {row["case"] for row in result.json()["rows"]} == {QUESTIONS_CASE, PASSAGES_CASE}

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from fixtures.web import Server, serving
+from fixtures.web import Server, serve_pages
 from steelyard.sources.download import DownloadTools, TransferMeter
 from steelyard.sources.http import HttpClient
 
 
 @dataclass
-class Told:
+class DownloadLog:
     """What a download reported: its lines, the seconds it would have slept, and (done, total) bytes
     of its progress.
     """
@@ -46,11 +46,11 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def server() -> Iterator[Server]:
     """Yield a running HTTP server whose pages a test sets."""
-    with serving() as one:
-        yield one
+    with serve_pages() as test_server:
+        yield test_server
 
 
 @pytest.fixture
-def told() -> Told:
+def told() -> DownloadLog:
     """Return an empty log."""
-    return Told()
+    return DownloadLog()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.golden import golden
-from fixtures.hub import FILES, REVISION, WEIGHTS, publish
+from fixtures.hub import FILES, REVISION, WEIGHTS, publish_model
 from fixtures.web import Page, Server
 from steelyard.errors import RequestError
 from steelyard.sources import catalog, huggingface
@@ -35,16 +35,16 @@ def _library(monkeypatch: pytest.MonkeyPatch) -> None:
 def get(server: Server, told, store: SourceStore):
     """Return a function that fetches a model from the test server, or from the address `at`."""
 
-    def ask(
+    def fetch(
         name: str = "org/tiny",
         revision: str | None = None,
         wish: FetchOptions | None = None,
         at: str = "",
     ):
-        row = catalog.find_source("weights", name)
+        entry = catalog.find_source("weights", name)
         return huggingface.fetch_model(
             store,
-            row,
+            entry,
             revision,
             wish or FetchOptions(),
             told.tools(),
@@ -52,90 +52,94 @@ def get(server: Server, told, store: SourceStore):
             at or server.url,
         )
 
-    return ask
+    return fetch
 
 
-def test_a_model_is_taken_without_its_code_and_its_second_weights(server, get, told, store):
-    publish(server, "org/tiny", FILES)
-    here, before = get()
-    assert (here.path, before) == (store.folder / "org--tiny", False)
-    taken = ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
-    assert [piece.path for piece in here.manifest.files] == taken
-    assert {name: (here.path / name).read_bytes() for name in taken} == {
-        name: FILES[name] for name in taken
+def test_a_model_is_fetched_without_code_and_duplicate_weights(server, get, told, store):
+    publish_model(server, "org/tiny", FILES)
+    stored, was_stored = get()
+    assert (stored.path, was_stored) == (store.folder / "org--tiny", False)
+    names = ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+    assert [file.path for file in stored.manifest.files] == names
+    assert {name: (stored.path / name).read_bytes() for name in names} == {
+        name: FILES[name] for name in names
     }
-    assert (here.manifest.revision, here.manifest.licence) == (REVISION, "mit")
-    assert {made.checked_by for made in here.manifest.downloads} == {"hub"}
-    assert {made.name: made.sha256 for made in here.manifest.downloads} == {
-        name: hashlib.sha256(FILES[name]).hexdigest() for name in taken
+    assert (stored.manifest.revision, stored.manifest.licence) == (REVISION, "mit")
+    assert {downloaded.checked_by for downloaded in stored.manifest.downloads} == {"hub"}
+    assert {downloaded.name: downloaded.sha256 for downloaded in stored.manifest.downloads} == {
+        name: hashlib.sha256(FILES[name]).hexdigest() for name in names
     }
-    assert told.watched[-1] == (sum(len(FILES[name]) for name in taken),) * 2
+    assert told.watched[-1] == (sum(len(FILES[name]) for name in names),) * 2
     assert store.read_pins()["org/tiny"].revision == REVISION
-    server.seen.clear()
-    assert get() == (here, True)
-    assert server.seen == []
+    server.requests.clear()
+    assert get() == (stored, True)
+    assert server.requests == []
 
 
-def test_the_revision_of_the_first_use_stays(server, get, told, store):
-    publish(server, "org/tiny", FILES)
+def test_the_revision_of_the_first_use_is_pinned(server, get, told, store):
+    publish_model(server, "org/tiny", FILES)
     get()
-    publish(server, "org/tiny", {**FILES, "config.json": b'{"model_type": "other"}'}, "f" * 40)
-    here, _ = get(wish=FetchOptions(again=True))
-    assert (here.manifest.revision, (here.path / "config.json").read_bytes()) == (
+    publish_model(
+        server, "org/tiny", {**FILES, "config.json": b'{"model_type": "other"}'}, "f" * 40
+    )
+    stored, _ = get(wish=FetchOptions(again=True))
+    assert (stored.manifest.revision, (stored.path / "config.json").read_bytes()) == (
         REVISION,
         FILES["config.json"],
     )
-    here, _ = get(wish=FetchOptions(repin=True))
-    assert (here.manifest.revision, store.read_pins()["org/tiny"].revision) == ("f" * 40,) * 2
-    here, before = get(revision=REVISION)
-    assert (here.manifest.revision, before) == (REVISION, False)
+    stored, _ = get(wish=FetchOptions(repin=True))
+    assert (stored.manifest.revision, store.read_pins()["org/tiny"].revision) == ("f" * 40,) * 2
+    stored, was_stored = get(revision=REVISION)
+    assert (stored.manifest.revision, was_stored) == (REVISION, False)
 
 
 def test_a_file_that_is_not_what_the_hub_lists_is_refused(server, get, told, store):
-    publish(server, "org/tiny", FILES)
+    publish_model(server, "org/tiny", FILES)
     server.pages[f"/org/tiny/resolve/{REVISION}/model.safetensors"].content = WEIGHTS[::-1]
     with pytest.raises(DownloadError, match=r"sha256 .*; the hub says"):
         get()
     assert store.find("org/tiny") is None
-    publish(server, "org/tiny", FILES)
+    publish_model(server, "org/tiny", FILES)
     assert get()[1] is False
 
 
-def test_a_cut_is_mended_and_nothing_of_another_revision_stays(server, get, told, store):
-    publish(server, "org/tiny", FILES)
+def test_a_broken_download_is_continued_without_files_of_another_revision(server, get, told, store):
+    publish_model(server, "org/tiny", FILES)
     tree = store.working_folder("org/tiny") / "tree"
     tree.mkdir(parents=True)
     (tree / "model-00001-of-00002.safetensors").write_bytes(b"of another revision")
     (tree / "config.json").write_bytes(b"of another revision")
     server.pages[f"/org/tiny/resolve/{REVISION}/model.safetensors"].cuts = [100_000]
-    here, _ = get()
-    assert [piece.path for piece in here.manifest.files] == [
+    stored, _ = get()
+    assert [file.path for file in stored.manifest.files] == [
         "README.md",
         "config.json",
         "model.safetensors",
         "tokenizer.json",
     ]
-    assert (here.path / "config.json").read_bytes() == FILES["config.json"]
-    assert (here.path / "model.safetensors").read_bytes() == WEIGHTS
+    assert (stored.path / "config.json").read_bytes() == FILES["config.json"]
+    assert (stored.path / "model.safetensors").read_bytes() == WEIGHTS
     # huggingface_hub requests the file a second time after the cut
-    assert [one.path.rpartition("/")[2] for one in server.seen].count("model.safetensors") == 2
+    assert [request.path.rpartition("/")[2] for request in server.requests].count(
+        "model.safetensors"
+    ) == 2
 
 
-def test_a_gated_model_says_what_to_accept_and_where(server, get, told, store):
-    publish(server, "meta-llama/Llama-2-7b-hf", FILES)
-    gated = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"}
+def test_a_gated_model_is_refused_with_the_page_of_its_licence(server, get, told, store):
+    publish_model(server, "meta-llama/Llama-2-7b-hf", FILES)
+    gated_headers = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"}
     for name in FILES:
         server.pages[f"/meta-llama/Llama-2-7b-hf/resolve/{REVISION}/{name}"] = Page(
-            statuses=[403] * 9, headers=gated
+            statuses=[403] * 9, headers=gated_headers
         )
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError) as error:
         get("llama2-7b")
-    assert str(caught.value) == (golden("meta-llama-llama-2-7-hf"))
+    assert str(error.value) == (golden("meta-llama-llama-2-7-hf"))
 
 
-def test_what_the_hub_does_not_have_is_said(server, get, told, store):
-    missing = {"X-Error-Code": "RepoNotFound"}
-    server.pages["/api/models/org/none"] = Page(statuses=[404], headers=missing)
+def test_unknown_models_and_revisions_are_refused(server, get, told, store):
+    missing_headers = {"X-Error-Code": "RepoNotFound"}
+    server.pages["/api/models/org/none"] = Page(statuses=[404], headers=missing_headers)
     with pytest.raises(
         RequestError, match="no model 'org/none' on the hub, or it is private: check the name"
     ):
@@ -150,12 +154,12 @@ def test_what_the_hub_does_not_have_is_said(server, get, told, store):
         get("org/none", "v9")
     with pytest.raises(RequestError, match=r"'org/a\.\.b' is no id of a model: "):
         get("org/a..b")
-    publish(server, "org/data", {"data.csv": b""})
+    publish_model(server, "org/data", {"data.csv": b""})
     with pytest.raises(RequestError, match=r"org/data: no config\.json at its top"):
         get("org/data")
 
 
-def test_a_hub_that_is_not_there_is_one_line(get):
+def test_an_unreachable_hub_is_reported_in_one_line(get):
     with pytest.raises(
         DownloadError,
         match=r"^org/tiny: .*; run the same command again: files that are whole stay$",
@@ -163,14 +167,14 @@ def test_a_hub_that_is_not_there_is_one_line(get):
         get(at="http://127.0.0.1:9")
 
 
-def test_without_the_library_it_says_what_to_install(get, monkeypatch):
+def test_a_missing_huggingface_hub_package_is_reported(get, monkeypatch):
     monkeypatch.setattr(huggingface, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"run pip install 'steelyard\[hub\]'"):
         get()
 
 
 @pytest.mark.parametrize("below", [".", "org--tiny", "tiny"])
-def test_a_folder_brings_a_model(server, get, store, tmp_path, below):
+def test_a_model_is_copied_from_an_offline_folder(server, get, store, tmp_path, below):
     folder = tmp_path / "usb" / below
     folder.mkdir(parents=True)
     with pytest.raises(
@@ -179,10 +183,10 @@ def test_a_folder_brings_a_model(server, get, store, tmp_path, below):
         get(wish=FetchOptions(offline=tmp_path / "usb"))
     for name in ("config.json", "model.safetensors", "modeling_odd.py"):
         (folder / name).write_bytes(FILES[name])
-    here, _ = get(wish=FetchOptions(offline=tmp_path / "usb"))
-    assert [piece.path for piece in here.manifest.files] == ["config.json", "model.safetensors"]
-    assert (server.seen, here.manifest.revision) == ([], None)
-    assert {made.checked_by for made in here.manifest.downloads} == {"nothing"}
+    stored, _ = get(wish=FetchOptions(offline=tmp_path / "usb"))
+    assert [file.path for file in stored.manifest.files] == ["config.json", "model.safetensors"]
+    assert (server.requests, stored.manifest.revision) == ([], None)
+    assert {downloaded.checked_by for downloaded in stored.manifest.downloads} == {"nothing"}
     assert store.read_pins() == {}
 
 
@@ -212,21 +216,21 @@ def test_a_folder_brings_a_model(server, get, store, tmp_path, below):
         ),
     ],
 )
-def test_the_files_that_are_taken(names, taken):
+def test_which_files_of_a_model_are_downloaded(names, taken):
     assert huggingface.choose_files(names) == taken
 
 
-def test_a_branch_that_names_the_same_commit_is_here(server, get, told, store):
-    publish(server, "org/tiny", FILES)
-    here, _ = get()
-    server.seen.clear()
-    assert get(revision="main") == (here, True)
+def test_a_branch_at_the_stored_commit_is_not_downloaded_again(server, get, told, store):
+    publish_model(server, "org/tiny", FILES)
+    stored, _ = get()
+    server.requests.clear()
+    assert get(revision="main") == (stored, True)
     # the commit of the branch is looked up, and no weights are requested
-    assert not any("model.safetensors" in str(one) for one in server.seen)
+    assert not any("model.safetensors" in str(request) for request in server.requests)
 
 
 def test_a_model_without_weights_is_refused(server, get, tmp_path):
-    publish(
+    publish_model(
         server,
         "org/tiny",
         {name: text for name, text in FILES.items() if not name.endswith((".safetensors", ".bin"))},
@@ -240,7 +244,7 @@ def test_a_model_without_weights_is_refused(server, get, tmp_path):
         get(wish=FetchOptions(offline=tmp_path))
 
 
-def test_bytes_count_once(told):
+def test_transferred_bytes_are_counted_once(told):
     """The library reports bytes of its chunk store through a second method of the progress bar;
     these must not be added to those of `update`.
     """
@@ -250,16 +254,16 @@ def test_bytes_count_once(told):
     bar.update_transfer(60)
     bar.set_transfer_postfix_str("60 B/s")
     bar.update(100)
-    assert [one for one in told.watched if one[0]] == [(100, 100)]
+    assert [report for report in told.watched if report[0]] == [(100, 100)]
 
 
-def test_a_failure_of_the_store_of_chunks_is_one_line(server, get, monkeypatch):
-    publish(server, "org/tiny", FILES)
+def test_a_failure_of_xet_storage_is_reported_in_one_line(server, get, monkeypatch):
+    publish_model(server, "org/tiny", FILES)
 
-    def broken(*arguments, **settings):
+    def fail(*arguments, **settings):
         raise RuntimeError("Data processing error: CAS service error")
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", broken)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
     with pytest.raises(
         DownloadError,
         match="org/tiny: Data processing error: CAS service error; run the same command again",

@@ -17,60 +17,60 @@ from steelyard.sources import unpack as unpacking
 from steelyard.sources.download import MismatchError
 from steelyard.sources.unpack import unpack_archive
 
-MOST = 1 << 20
+MAX_BYTES = 1 << 20
 
 
-def tar(
+def write_tar(
     path: Path, *members: tarfile.TarInfo | tuple[str, bytes], compress=lambda raw: raw
 ) -> Path:
     """Write a tar of members, given as (name, content) or as headers, compress it, and return its
     path.
     """
-    raw = io.BytesIO()
-    with tarfile.open(fileobj=raw, mode="w", format=tarfile.GNU_FORMAT) as out:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for member in members:
             if isinstance(member, tarfile.TarInfo):
-                out.addfile(member)
+                archive.addfile(member)
             else:
                 info = tarfile.TarInfo(member[0])
                 info.size = len(member[1])
-                out.addfile(info, io.BytesIO(member[1]))
-    path.write_bytes(compress(raw.getvalue()))
+                archive.addfile(info, io.BytesIO(member[1]))
+    path.write_bytes(compress(buffer.getvalue()))
     return path
 
 
-def odd(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+def make_member(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
     """Return the header of a tar member of another type than a file, such as a link to `target`."""
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, target
     return info
 
 
-def zipped(path: Path, *members: tuple[str | zipfile.ZipInfo, bytes]) -> Path:
+def write_zip(path: Path, *members: tuple[str | zipfile.ZipInfo, bytes]) -> Path:
     """Write a zip of members and return its path."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as out:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in members:
-            out.writestr(name, content)
+            archive.writestr(name, content)
     return path
 
 
-def refusal(path: Path, most: int = MOST) -> str:
+def unpack_refusal(path: Path, max_bytes: int = MAX_BYTES) -> str:
     """Return the message with which unpacking is refused, after checking that the archive is the
     only file left.
     """
     folder = path.parent / "out"
-    with pytest.raises(MismatchError) as caught:
-        unpack_archive(path, folder, "top.txt", most)
-    assert sorted(one.name for one in path.parent.iterdir()) == [path.name]
-    return str(caught.value)
+    with pytest.raises(MismatchError) as error:
+        unpack_archive(path, folder, "top.txt", max_bytes)
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [path.name]
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
     "compress", [lambda raw: raw, gzip.compress, bz2.compress], ids=["tar", "gz", "bz2"]
 )
-def test_a_tar_is_unpacked_from_the_folder_of_its_top(tmp_path, compress):
-    folder = odd("a", tarfile.DIRTYPE)
-    path = tar(
+def test_a_tar_is_unpacked_from_the_folder_of_its_top_file(tmp_path, compress):
+    folder = make_member("a", tarfile.DIRTYPE)
+    path = write_tar(
         tmp_path / "x",
         folder,
         ("a/top.txt", b"1"),
@@ -78,50 +78,50 @@ def test_a_tar_is_unpacked_from_the_folder_of_its_top(tmp_path, compress):
         ("beside.txt", b"3"),
         compress=compress,
     )
-    unpack_archive(path, tmp_path / "out", "top.txt", MOST)
-    found = {
-        one.relative_to(tmp_path / "out").as_posix(): one.read_bytes()
-        for one in (tmp_path / "out").rglob("*.*")
+    unpack_archive(path, tmp_path / "out", "top.txt", MAX_BYTES)
+    contents = {
+        entry.relative_to(tmp_path / "out").as_posix(): entry.read_bytes()
+        for entry in (tmp_path / "out").rglob("*.*")
     }
-    assert found == {"top.txt": b"1", "in/deep.bin": b"22"}
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["out", "x"]
+    assert contents == {"top.txt": b"1", "in/deep.bin": b"22"}
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "x"]
 
 
-def test_a_zip_is_unpacked_from_the_folder_of_its_top(tmp_path):
-    path = zipped(
+def test_a_zip_is_unpacked_from_the_folder_of_its_top_file(tmp_path):
+    path = write_zip(
         tmp_path / "x.zip",
         ("R/", b""),
         ("R/top.txt", b"1"),
         ("R/val.txt", b"2"),
         ("__MACOSX/R/top.txt", b"no"),
     )
-    unpack_archive(path, tmp_path / "out", "top.txt", MOST)
-    assert {one.name: one.read_bytes() for one in (tmp_path / "out").iterdir()} == {
+    unpack_archive(path, tmp_path / "out", "top.txt", MAX_BYTES)
+    assert {entry.name: entry.read_bytes() for entry in (tmp_path / "out").iterdir()} == {
         "top.txt": b"1",
         "val.txt": b"2",
     }
 
 
-def test_a_tar_that_ends_in_a_zip_is_a_tar(tmp_path):
-    inner = zipped(tmp_path / "inner.zip", ("top.txt", b"of the zip")).read_bytes()
+def test_a_tar_that_ends_in_a_zip_is_read_as_a_tar(tmp_path):
+    inner = write_zip(tmp_path / "inner.zip", ("top.txt", b"of the zip")).read_bytes()
     (tmp_path / "inner.zip").unlink()
     unpack_archive(
-        tar(tmp_path / "x", ("top.txt", b"1"), ("inner.zip", inner)),
+        write_tar(tmp_path / "x", ("top.txt", b"1"), ("inner.zip", inner)),
         tmp_path / "out",
         "top.txt",
-        MOST,
+        MAX_BYTES,
     )
     assert (tmp_path / "out" / "top.txt").read_bytes() == b"1"
 
 
-def test_files_are_no_programs_whatever_the_archive_says(tmp_path):
+def test_unpacked_files_are_not_executable(tmp_path):
     info = tarfile.TarInfo("top.txt")
     info.mode = 0o6777
-    unpack_archive(tar(tmp_path / "x", info), tmp_path / "out", "top.txt", MOST)
+    unpack_archive(write_tar(tmp_path / "x", info), tmp_path / "out", "top.txt", MAX_BYTES)
     assert stat.S_IMODE((tmp_path / "out" / "top.txt").stat().st_mode) & 0o7133 == 0
 
 
-NAMES = [
+UNSAFE_NAMES = [
     "/etc/x",
     "../x",
     "a/../../x",
@@ -135,20 +135,24 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name[:12]))
-def test_a_name_stays_below_the_folder(tmp_path, name):
-    line = f"a file named {name[:200]!r}, which is no plain path below a folder"
-    assert refusal(tar(tmp_path / "x", ("top.txt", b""), (name, b"gotcha"))) == line
+@pytest.mark.parametrize("name", UNSAFE_NAMES, ids=lambda name: repr(name[:12]))
+def test_names_that_lead_out_of_the_folder_are_refused(tmp_path, name):
+    reason = f"a file named {name[:200]!r}, which is no plain path below a folder"
+    assert unpack_refusal(write_tar(tmp_path / "x", ("top.txt", b""), (name, b"gotcha"))) == reason
     (tmp_path / "x").unlink()
     info = zipfile.ZipInfo()
     info.filename = name
-    assert refusal(zipped(tmp_path / "x.zip", ("top.txt", b""), (info, b"gotcha"))) == line
+    assert (
+        unpack_refusal(write_zip(tmp_path / "x.zip", ("top.txt", b""), (info, b"gotcha"))) == reason
+    )
     assert not (tmp_path.parent / "x").exists()
 
 
-def test_a_folder_of_a_bad_name_is_refused_too(tmp_path):
-    assert "'../x'" in refusal(tar(tmp_path / "x", odd("../x", tarfile.DIRTYPE)))
-    assert "'../x'" in refusal(zipped(tmp_path / "x", ("../x/", b"")))
+def test_folder_names_that_lead_out_are_refused(tmp_path):
+    assert "'../x'" in unpack_refusal(
+        write_tar(tmp_path / "x", make_member("../x", tarfile.DIRTYPE))
+    )
+    assert "'../x'" in unpack_refusal(write_zip(tmp_path / "x", ("../x/", b"")))
 
 
 @pytest.mark.parametrize(
@@ -156,58 +160,64 @@ def test_a_folder_of_a_bad_name_is_refused_too(tmp_path):
     [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE],
     ids=["link", "hard link", "pipe", "device"],
 )
-def test_a_tar_holds_files_only(tmp_path, kind):
-    path = tar(
-        tmp_path / "x", ("top.txt", b""), odd("link", kind, "/etc/passwd"), ("link/x", b"gotcha")
+def test_links_and_devices_in_a_tar_are_refused(tmp_path, kind):
+    path = write_tar(
+        tmp_path / "x",
+        ("top.txt", b""),
+        make_member("link", kind, "/etc/passwd"),
+        ("link/x", b"gotcha"),
     )
-    assert refusal(path) == "'link' is a link or a device"
+    assert unpack_refusal(path) == "'link' is a link or a device"
 
 
-def test_a_zip_holds_files_only(tmp_path):
+def test_links_in_a_zip_are_refused(tmp_path):
     info = zipfile.ZipInfo("link")
     info.external_attr = (stat.S_IFLNK | 0o777) << 16
     assert (
-        refusal(zipped(tmp_path / "x", ("top.txt", b""), (info, b"/etc/passwd")))
+        unpack_refusal(write_zip(tmp_path / "x", ("top.txt", b""), (info, b"/etc/passwd")))
         == "'link' is a link or a device"
     )
 
 
-def test_what_is_unpacked_has_a_limit(tmp_path):
-    path = tar(tmp_path / "x", ("top.txt", b""), ("big", bytes(2 * MOST)), compress=gzip.compress)
+def test_the_unpacked_size_has_a_limit(tmp_path):
+    path = write_tar(
+        tmp_path / "x", ("top.txt", b""), ("big", bytes(2 * MAX_BYTES)), compress=gzip.compress
+    )
     assert path.stat().st_size < 10_000
-    assert refusal(path) == f"more than {MOST} bytes unpacked"
+    assert unpack_refusal(path) == f"more than {MAX_BYTES} bytes unpacked"
     path.unlink()
-    path = zipped(tmp_path / "x.zip", *((f"{n}", bytes(MOST // 4)) for n in range(5)))
-    assert refusal(path) == f"more than {MOST} bytes unpacked"
+    path = write_zip(tmp_path / "x.zip", *((f"{n}", bytes(MAX_BYTES // 4)) for n in range(5)))
+    assert unpack_refusal(path) == f"more than {MAX_BYTES} bytes unpacked"
 
 
 def test_the_names_of_a_tar_have_a_limit(tmp_path):
     """A long name is read into memory with its header, so its size must be checked before."""
     path = tmp_path / "x"
-    member = odd("x", tarfile.GNUTYPE_LONGNAME)
+    member = make_member("x", tarfile.GNUTYPE_LONGNAME)
     member.size = 80 << 20
     path.write_bytes(gzip.compress(member.tobuf() + bytes(80 << 20), 1))
     assert (
-        refusal(path, 1 << 30) == f"a part of {80 << 20} bytes; at most {65 << 20} are read at once"
+        unpack_refusal(path, 1 << 30)
+        == f"a part of {80 << 20} bytes; at most {65 << 20} are read at once"
     )
 
 
 def test_the_number_of_files_has_a_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(unpacking, "MAX_ENTRIES", 3)
     assert (
-        refusal(tar(tmp_path / "x", *((f"{n}", b"") for n in range(4))))
+        unpack_refusal(write_tar(tmp_path / "x", *((f"{n}", b"") for n in range(4))))
         == "more than 3 files and folders"
     )
 
 
-def test_a_name_stands_once(tmp_path):
+def test_a_repeated_name_is_refused(tmp_path):
     assert (
-        refusal(tar(tmp_path / "x", ("top.txt", b"1"), ("TOP.txt", b"2")))
+        unpack_refusal(write_tar(tmp_path / "x", ("top.txt", b"1"), ("TOP.txt", b"2")))
         == "'TOP.txt' stands in it twice"
     )
-    assert refusal(tar(tmp_path / "x", ("top.txt", b"1"), ("top.txt/x", b"2"))) == golden(
-        "top-txt-is-file-and-folder"
-    )
+    assert unpack_refusal(
+        write_tar(tmp_path / "x", ("top.txt", b"1"), ("top.txt/x", b"2"))
+    ) == golden("top-txt-is-file-and-folder")
 
 
 @pytest.mark.parametrize(
@@ -215,27 +225,29 @@ def test_a_name_stands_once(tmp_path):
     [b"", b"<html>", b"\x1f\x8b12345678", b"BZh9nonsense", b"PK\x03\x04", bytes(511)],
     ids=lambda raw: repr(raw[:4]),
 )
-def test_what_is_no_archive_is_said_so(tmp_path, content):
+def test_an_invalid_archive_is_refused(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
-    assert refusal(tmp_path / "x").startswith(("not a readable tar or zip: ", "no top.txt in it"))
+    assert unpack_refusal(tmp_path / "x").startswith(
+        ("not a readable tar or zip: ", "no top.txt in it")
+    )
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress], ids=["gz", "bz2"])
-def test_a_cut_archive_is_said_so(tmp_path, compress):
-    path = tar(
+def test_a_truncated_archive_is_refused(tmp_path, compress):
+    path = write_tar(
         tmp_path / "x", ("top.txt", b"1"), ("more", bytes(range(256)) * 1000), compress=compress
     )
     path.write_bytes(path.read_bytes()[:-400])
-    assert refusal(path).startswith("not a readable tar or zip: ")
+    assert unpack_refusal(path).startswith("not a readable tar or zip: ")
 
 
-def test_a_damaged_zip_is_said_so(tmp_path):
-    path = zipped(tmp_path / "x", ("top.txt", bytes(range(256)) * 10))
+def test_a_damaged_zip_is_refused(tmp_path):
+    path = write_zip(tmp_path / "x", ("top.txt", bytes(range(256)) * 10))
     raw = bytearray(path.read_bytes())
     raw[60] ^= 0xFF
     path.write_bytes(raw)
-    assert refusal(path).startswith("not a readable tar or zip: ")
+    assert unpack_refusal(path).startswith("not a readable tar or zip: ")
 
 
-def test_an_archive_of_something_else_is_said_so(tmp_path):
-    assert refusal(tar(tmp_path / "x", ("other.txt", b"1"))) == "no top.txt in it"
+def test_an_archive_without_its_top_file_is_refused(tmp_path):
+    assert unpack_refusal(write_tar(tmp_path / "x", ("other.txt", b"1"))) == "no top.txt in it"

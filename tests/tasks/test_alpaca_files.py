@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fixtures.alpaca import Words
+from fixtures.alpaca import TableTokenizer
 from fixtures.golden import golden
 from steelyard.errors import RequestError
 from steelyard.tasks.alpaca import conversations, data
@@ -21,43 +21,47 @@ ELEMENTS = [
     {"instruction": "Count.", "input": "naïve “dogs”\n", "output": ""},
     {"instruction": "Go", "output": "no\nyes", "id": 7},
 ]
-SAID = [
+CONVERSATIONS = [
     Conversation((("human", "Name a cat."), ("assistant", "Tom"))),
     Conversation((("human", "Count.\nnaïve “dogs”\n"), ("assistant", ""))),
     Conversation((("human", "Go"), ("assistant", "no\nyes"))),
 ]
-LONG = Conversation((("human", "a"), ("assistant", "b"), ("human", "c")), "Be kind.")
+THREE_TURNS = Conversation((("human", "a"), ("assistant", "b"), ("human", "c")), "Be kind.")
 
 
-def line(*turns: tuple[object, object], **more: object) -> bytes:
+def conversation_line(*turns: tuple[object, object], **more: object) -> bytes:
     """Return one JSON line with a conversation of (speaker, text) turns and further keys."""
     return (
         json.dumps(
-            {"id": "x", "conversations": [{"from": a, "value": b} for a, b in turns], **more}
+            {
+                "id": "x",
+                "conversations": [{"from": speaker, "value": text} for speaker, text in turns],
+                **more,
+            }
         ).encode()
         + b"\n"
     )
 
 
 LINES = (
-    line(("human", "Name a cat."), ("gpt", "Tom"), instruction="")
-    + line(("user", "Count.\nnaïve “dogs”\n"), ("assistant", ""))
-    + line(("human", "Go"), ("gpt", "no\nyes"))
+    conversation_line(("human", "Name a cat."), ("gpt", "Tom"), instruction="")
+    + conversation_line(("user", "Count.\nnaïve “dogs”\n"), ("assistant", ""))
+    + conversation_line(("human", "Go"), ("gpt", "no\nyes"))
 )
 
 
-def refusal(source: Path) -> str:
+def read_refusal(source: Path) -> str:
     """Return the message with which reading `source` is refused, after checking that it is one
     line.
     """
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError) as error:
         data.read_conversations(source)
-    text = str(caught.value)
+    text = str(error.value)
     assert "\n" not in text
     return text
 
 
-def test_every_layout_reads_the_same(tmp_path: Path) -> None:
+def test_every_file_layout_gives_the_same_conversations(tmp_path: Path) -> None:
     files = {
         "one/alpaca_data.json": json.dumps(ELEMENTS).encode(),
         "two/x.json": (
@@ -78,61 +82,69 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
         assert (
             data.read_conversations(path)
             == data.read_conversations(path.parent)
-            == (SAID, path.name)
+            == (CONVERSATIONS, path.name)
         ), name
-    other = tmp_path / "no suffix"
-    other.write_bytes(gzip.compress(LINES, mtime=0))
-    assert data.read_conversations(other) == (SAID, "no suffix")
+    unnamed = tmp_path / "no suffix"
+    unnamed.write_bytes(gzip.compress(LINES, mtime=0))
+    assert data.read_conversations(unnamed) == (CONVERSATIONS, "no suffix")
 
 
-def test_the_joint_stands_between_an_instruction_and_its_input_alone(tmp_path: Path) -> None:
+def test_the_separator_joins_an_instruction_and_its_input_only(tmp_path: Path) -> None:
     """The separator applies to alpaca's JSON only: lines of conversations, such as FlagAI's file,
     hold the joined text already.
     """
     elements, lines = tmp_path / "x.json", tmp_path / "x.jsonl"
     elements.write_text(json.dumps(ELEMENTS))
     joined = Conversation((("human", "Count.\n\n\nnaïve “dogs”\n"), ("assistant", "")))
-    assert data.read_conversations(elements, "\n\n\n")[0] == [SAID[0], joined, SAID[2]]
+    assert data.read_conversations(elements, "\n\n\n")[0] == [
+        CONVERSATIONS[0],
+        joined,
+        CONVERSATIONS[2],
+    ]
     lines.write_bytes(LINES.replace(b"Count.\\n", b"Count.\\n\\n\\n"))
     assert (
         data.read_conversations(lines)[0]
         == data.read_conversations(lines, "\n\n\n")[0]
-        == [SAID[0], joined, SAID[2]]
+        == [CONVERSATIONS[0], joined, CONVERSATIONS[2]]
     )
     assert data.fingerprint_conversations(
-        data.read_conversations(lines)[0], Words()
-    ) == data.fingerprint_conversations(data.read_conversations(elements, "\n\n\n")[0], Words())
+        data.read_conversations(lines)[0], TableTokenizer()
+    ) == data.fingerprint_conversations(
+        data.read_conversations(elements, "\n\n\n")[0], TableTokenizer()
+    )
     assert data.fingerprint_conversations(
-        data.read_conversations(elements)[0], Words()
-    ) != data.fingerprint_conversations(data.read_conversations(lines)[0], Words())
+        data.read_conversations(elements)[0], TableTokenizer()
+    ) != data.fingerprint_conversations(data.read_conversations(lines)[0], TableTokenizer())
 
 
-def test_turns_and_an_instruction(tmp_path: Path) -> None:
+def test_a_line_may_have_three_turns_and_an_instruction(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    path.write_bytes(line(("human", "a"), ("gpt", "b"), ("user", "c"), instruction="Be kind."))
-    assert data.read_conversations(path) == ([LONG], "x.jsonl")
+    path.write_bytes(
+        conversation_line(("human", "a"), ("gpt", "b"), ("user", "c"), instruction="Be kind.")
+    )
+    assert data.read_conversations(path) == ([THREE_TURNS], "x.jsonl")
 
 
-def test_a_folder_holds_one(tmp_path: Path) -> None:
-    nowhere = tmp_path / "nowhere"
+def test_a_folder_must_hold_exactly_one_data_file(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere"
     assert (
-        refusal(nowhere)
-        == f"data {str(nowhere)!r} does not exist; give alpaca_data.json or the folder that holds"
+        read_refusal(missing)
+        == f"data {str(missing)!r} does not exist; give alpaca_data.json or the folder that holds"
         " it with --data"
     )
     next_step = "give a folder with one .json or .jsonl (.gz), or that file, with --data"
-    assert refusal(tmp_path) == f"{tmp_path}: no .json or .jsonl in it; {next_step}"
+    assert read_refusal(tmp_path) == f"{tmp_path}: no .json or .jsonl in it; {next_step}"
     for name in "dbca":
         (tmp_path / f"{name}.json").touch()
-    assert refusal(tmp_path) == f"{tmp_path}: a.json, b.json, c.json, … in it; {next_step}"
+    assert read_refusal(tmp_path) == f"{tmp_path}: a.json, b.json, c.json, … in it; {next_step}"
 
 
-ALPACA = 'an element is {"instruction": "…", "input": "…", "output": "…"}'
-LINE = (
+ELEMENT_FORMAT = 'an element is {"instruction": "…", "input": "…", "output": "…"}'
+LINE_FORMAT = (
     'a line is {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}],'
     ' "instruction": "…"}'
 )
-GOOD = b'{"instruction": "a", "output": "b"}'
+VALID_ELEMENT = b'{"instruction": "a", "output": "b"}'
 
 
 @pytest.mark.parametrize(
@@ -167,14 +179,17 @@ GOOD = b'{"instruction": "a", "output": "b"}'
             ),
         ),
         (b"[ ]", "an empty list; alpaca's data has 52002 elements"),
-        (b"[", f"element 1 is not JSON: Expecting value (column 2); {ALPACA}"),
+        (b"[", f"element 1 is not JSON: Expecting value (column 2); {ELEMENT_FORMAT}"),
         (
-            b"[" + GOOD + b",\n]",
-            f"element 2 is not JSON: Expecting value (line 2, column 1); {ALPACA}",
+            b"[" + VALID_ELEMENT + b",\n]",
+            f"element 2 is not JSON: Expecting value (line 2, column 1); {ELEMENT_FORMAT}",
         ),
-        (b"[" + GOOD, "'' behind element 1; the file is one JSON list"),
-        (b"[" + GOOD + b" " + GOOD + b"]", "'{' behind element 1; the file is one JSON list"),
-        (b"[" + GOOD + b"] []", "'[]' behind the list; the file is one JSON list"),
+        (b"[" + VALID_ELEMENT, "'' behind element 1; the file is one JSON list"),
+        (
+            b"[" + VALID_ELEMENT + b" " + VALID_ELEMENT + b"]",
+            "'{' behind element 1; the file is one JSON list",
+        ),
+        (b"[" + VALID_ELEMENT + b"] []", "'[]' behind the list; the file is one JSON list"),
         (
             b'["\xe9"]',
             (
@@ -182,12 +197,12 @@ GOOD = b'{"instruction": "a", "output": "b"}'
                 " continuation byte"
             ),
         ),
-        (b'[{"x": NaN}]', f"element 1 is not JSON: NaN is no number; {ALPACA}"),
-        (b'[{"x": -Infinity}]', f"element 1 is not JSON: -Infinity is no number; {ALPACA}"),
-        (b'[{"x": 1, "x": 1}]', f"element 1 is not JSON: a key stands twice; {ALPACA}"),
-        (b"[" + GOOD + b", 5]", f"element 2 is 5; {ALPACA}"),
-        (b'[{"instruction": "a", "input": ""}]', f"element 1 has no output; {ALPACA}"),
-        (b'[{"output": "a", "input": ""}]', f"element 1 has no instruction; {ALPACA}"),
+        (b'[{"x": NaN}]', f"element 1 is not JSON: NaN is no number; {ELEMENT_FORMAT}"),
+        (b'[{"x": -Infinity}]', f"element 1 is not JSON: -Infinity is no number; {ELEMENT_FORMAT}"),
+        (b'[{"x": 1, "x": 1}]', f"element 1 is not JSON: a key stands twice; {ELEMENT_FORMAT}"),
+        (b"[" + VALID_ELEMENT + b", 5]", f"element 2 is 5; {ELEMENT_FORMAT}"),
+        (b'[{"instruction": "a", "input": ""}]', f"element 1 has no output; {ELEMENT_FORMAT}"),
+        (b'[{"output": "a", "input": ""}]', f"element 1 has no instruction; {ELEMENT_FORMAT}"),
         (b'[{"instruction": "a", "output": null}]', "element 1: output is None; allowed: a string"),
         (b'[{"instruction": 5, "output": "a"}]', "element 1: instruction is 5; allowed: a string"),
         (
@@ -198,50 +213,53 @@ GOOD = b'{"instruction": "a", "output": "b"}'
             b'[{"instruction": "a", "output": "\\ud800"}]',
             "element 1: output is '\\ud800'; a text must be valid Unicode",
         ),
-        (b"{}", f"line 1 is {{}}; {LINE}"),
-        (GOOD, f"line 1 is {{'instruction': 'a', 'output': 'b'}}; {LINE}"),
-        (LINES + b"\n", f"line 4 is not JSON in UTF-8: Expecting value (column 1); {LINE}"),
-        (LINES + b"[]", f"line 4 is []; {LINE}"),
+        (b"{}", f"line 1 is {{}}; {LINE_FORMAT}"),
+        (VALID_ELEMENT, f"line 1 is {{'instruction': 'a', 'output': 'b'}}; {LINE_FORMAT}"),
+        (LINES + b"\n", f"line 4 is not JSON in UTF-8: Expecting value (column 1); {LINE_FORMAT}"),
+        (LINES + b"[]", f"line 4 is []; {LINE_FORMAT}"),
         (
             LINES + b'{"conversations": []',
-            f"line 4 is not JSON in UTF-8: Expecting ',' delimiter (column 21); {LINE}",
+            f"line 4 is not JSON in UTF-8: Expecting ',' delimiter (column 21); {LINE_FORMAT}",
         ),
-        (LINES + b'{"conversations": {}}', f"line 4 is {{'conversations': {{}}}}; {LINE}"),
-        (b'{"x": NaN}', f"line 1 is not JSON in UTF-8: NaN is no number; {LINE}"),
+        (LINES + b'{"conversations": {}}', f"line 4 is {{'conversations': {{}}}}; {LINE_FORMAT}"),
+        (b'{"x": NaN}', f"line 1 is not JSON in UTF-8: NaN is no number; {LINE_FORMAT}"),
         (
             b'{"x": "\xe9"}',
             "line 1 is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 7:"
-            " invalid continuation byte; " + LINE,
+            " invalid continuation byte; " + LINE_FORMAT,
         ),
         (b'{"conversations": []}', "line 1: no turn of the assistant; it has nothing to train on"),
-        (line(("human", "a")), "line 1: no turn of the assistant; it has nothing to train on"),
         (
-            line(("gpt", "a")),
+            conversation_line(("human", "a")),
+            "line 1: no turn of the assistant; it has nothing to train on",
+        ),
+        (
+            conversation_line(("gpt", "a")),
             "line 1: turn 1 is the assistant's; turns alternate, and the human begins",
         ),
         (
-            line(("human", "a"), ("user", "b")),
+            conversation_line(("human", "a"), ("user", "b")),
             "line 1: turn 2 is the human's; turns alternate, and the human begins",
         ),
         (
-            line(("human", "a"), ("gpt", "b"), ("gpt", "c")),
+            conversation_line(("human", "a"), ("gpt", "b"), ("gpt", "c")),
             "line 1: turn 3 is the assistant's; turns alternate, and the human begins",
         ),
         (
-            LINES + line(("bot", "a")),
+            LINES + conversation_line(("bot", "a")),
             "line 4: turn 1 is from 'bot'; allowed: human, user, gpt, assistant",
         ),
         (
-            line((["human"], "a")),
+            conversation_line((["human"], "a")),
             "line 1: turn 1 is from ['human']; allowed: human, user, gpt, assistant",
         ),
-        (line(("human", 5)), "line 1: the value of turn 1 is 5; allowed: a string"),
+        (conversation_line(("human", 5)), "line 1: the value of turn 1 is 5; allowed: a string"),
         (
-            line(("human", "a"), ("gpt", "\ud800")),
+            conversation_line(("human", "a"), ("gpt", "\ud800")),
             "line 1: the value of turn 2 is '\\ud800'; a text must be valid Unicode",
         ),
         (
-            line(("human", "a"), ("gpt", "b"), instruction=None),
+            conversation_line(("human", "a"), ("gpt", "b"), instruction=None),
             "line 1: instruction is None; allowed: a string",
         ),
         (
@@ -262,54 +280,60 @@ GOOD = b'{"instruction": "a", "output": "b"}'
         ),
     ],
 )
-def test_files_that_are_none(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(content: bytes, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(content)
-    assert refusal(path) == f"{path}: {reason}"
+    assert read_refusal(path) == f"{path}: {reason}"
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"x":'])
-def test_nesting_without_end_is_refused(opening: bytes, tmp_path: Path) -> None:
+def test_very_deep_nesting_is_refused(opening: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(opening * 200_000)
-    assert re.match(rf"{re.escape(str(path))}: (element|line) 1 is not JSON", refusal(path))
+    assert re.match(rf"{re.escape(str(path))}: (element|line) 1 is not JSON", read_refusal(path))
 
 
-def test_a_long_value_is_shown_short(tmp_path: Path) -> None:
+def test_a_refusal_abbreviates_a_long_value(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(json.dumps([["a\n" * 10_000] * 100]).encode())
-    assert len(refusal(path)) < len(str(path)) + 400
+    assert len(read_refusal(path)) < len(str(path)) + 400
 
 
-def test_files_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_and_compressed_files_have_size_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, packed = tmp_path / "x.jsonl", tmp_path / "x.jsonl.gz"
     plain.write_bytes(LINES)
     packed.write_bytes(gzip.compress(LINES, mtime=0))
     monkeypatch.setattr(conversations, "MAX_FILE_BYTES", len(LINES))
     monkeypatch.setattr(conversations, "MAX_GZIP_BYTES", packed.stat().st_size)
-    assert data.read_conversations(plain)[0] == data.read_conversations(packed)[0] == SAID
+    assert data.read_conversations(plain)[0] == data.read_conversations(packed)[0] == CONVERSATIONS
     monkeypatch.setattr(conversations, "MAX_FILE_BYTES", len(LINES) - 1)
     for path in (plain, packed):
         assert (
-            refusal(path) == f"{path}: larger than {len(LINES) - 1} bytes; alpaca's data has 23 MB"
+            read_refusal(path)
+            == f"{path}: larger than {len(LINES) - 1} bytes; alpaca's data has 23 MB"
         )
     monkeypatch.setattr(conversations, "MAX_GZIP_BYTES", packed.stat().st_size - 1)
-    assert refusal(packed).startswith(
+    assert read_refusal(packed).startswith(
         f"{packed}: larger than {packed.stat().st_size - 1} bytes, the limit for a compressed file"
     )
 
 
-def test_a_file_that_unpacks_without_end_is_refused_early(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "MAX_FILE_BYTES", 4 << 20)
     path = tmp_path / "x.json"
     path.write_bytes(gzip.compress(b" " * (64 << 20), 1, mtime=0))
-    assert refusal(path) == golden("larger-than-4194304-bytes-alpaca-data", path)
+    assert read_refusal(path) == golden("larger-than-4194304-bytes-alpaca-data", path)
 
 
-def test_made_conversations_can_be_written_and_read(tmp_path: Path) -> None:
-    made = data.generate_conversations(GeneratedConversationsConfig(conversations=20))
+def test_generated_conversations_can_be_written_and_read(tmp_path: Path) -> None:
+    generated = data.generate_conversations(GeneratedConversationsConfig(conversations=20))
     path = tmp_path / "x.jsonl"
-    path.write_bytes(b"".join(line(*one.turns, instruction=one.instruction) for one in made))
-    assert data.read_conversations(path) == (made, "x.jsonl")
+    path.write_bytes(
+        b"".join(
+            conversation_line(*conversation.turns, instruction=conversation.instruction)
+            for conversation in generated
+        )
+    )
+    assert data.read_conversations(path) == (generated, "x.jsonl")

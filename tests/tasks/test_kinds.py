@@ -24,14 +24,14 @@ RUN = ("run", CASE, "--size", "smoke", "--accelerator", "cpu", "--engine", "reci
 
 
 @pytest.mark.parametrize("kind", kinds.SHIPPED_KINDS, ids=lambda kind: kind.name)
-def test_a_row_holds_together(kind: kinds.Kind) -> None:
+def test_a_kind_refers_to_existing_objects_and_passes(kind: kinds.Kind) -> None:
     """Every reference of a kind can be imported, and every pass it gives a role is one of its
     passes.
     """
     references = [*kind.works.values(), *kind.rules, kind.gate_needs, kind.loop, kind.precisions]
-    assert all(plugins.load_reference(one) is not None for one in references)
+    assert all(plugins.load_reference(reference) is not None for reference in references)
     assert isinstance(plugins.load_reference(kind.columns), TableLayout)
-    named = (
+    pass_groups = (
         kind.headline,
         kind.judged,
         kind.required,
@@ -40,10 +40,10 @@ def test_a_row_holds_together(kind: kinds.Kind) -> None:
         kind.bare,
         kind.bare.values(),
     )
-    assert {name for group in named for name in group} <= set(kind.passes)
+    assert {name for group in pass_groups for name in group} <= set(kind.passes)
 
 
-def test_shipped_rows() -> None:
+def test_passes_and_forwards_of_shipped_kinds() -> None:
     assert {name: (row.passes, row.headline) for name, row in kinds.load_kinds().items()} == {
         "score": (("val", "infer", "bare"), ("infer", "val")),
         "train": (("before", "train", "after"), ("train",)),
@@ -66,14 +66,14 @@ def test_an_unknown_kind_is_named_with_the_known_ones() -> None:
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     """Yield a command line with the package recite_kind and its framework installed."""
-    one = Shell(tmp_path, (PACKAGE, PACKAGES / "fake_framework"))
-    yield one
-    one.clean()
+    command_line = Shell(tmp_path, (PACKAGE, PACKAGES / "fake_framework"))
+    yield command_line
+    command_line.clean()
 
 
 def test_a_kind_of_another_package_runs_and_is_reported(shell: Shell, tmp_path: Path) -> None:
-    done = shell(*RUN, "--out", shell.out)
-    assert done.code == 0, done.err
+    result = shell(*RUN, "--out", shell.out)
+    assert result.code == 0, result.err
     (record,) = shell.records()
     assert (record["status"], record["reasons"], record["engine"]["name"]) == (
         "valid",
@@ -106,8 +106,8 @@ def test_a_kind_of_another_package_runs_and_is_reported(shell: Shell, tmp_path: 
         "mem_predicted",
     } & set(metrics)
 
-    checked = shell("verify", shell.out)
-    assert (checked.code, checked.out.split()[0]) == (0, "ok")
+    verification = shell("verify", shell.out)
+    assert (verification.code, verification.out.split()[0]) == (0, "ok")
     for lang, title in (("en", "Reciting rate"), ("zh", "背诵速率")):
         page = shell("report", shell.out, "--format", "html", "--lang", lang)
         assert page.code == 0, page.err
@@ -116,19 +116,21 @@ def test_a_kind_of_another_package_runs_and_is_reported(shell: Shell, tmp_path: 
     (case,) = json.loads(shell("report", shell.out, "--json").out)["cases"]
     assert (case["kind"], case["task"]) == ("recite", "counting")
 
-    done = Shell(tmp_path)("verify", shell.out)  # in an environment without the package
-    assert (done.code, len(done.lines)) == (2, 1)
-    assert golden("its-question-kind-no-kind-of") in done.err
+    result = Shell(tmp_path)("verify", shell.out)  # in an environment without the package
+    assert (result.code, len(result.lines)) == (2, 1)
+    assert golden("its-question-kind-no-kind-of") in result.err
 
 
-def test_its_case_is_checked_like_any_other(shell: Shell) -> None:
-    done = shell(*RUN, "--passes", "infer")
-    assert (done.code, done.lines) == (2, [golden("error-passes-no-pass-infer-allowed")])
-    done = shell(*RUN, "--devices", "2", "--parallel", "PP2")
-    assert done.code == 2
-    assert golden("tiny-counting-is-reciting-case-which") in done.err
-    wrong = shell.folder / "wrong.toml"
-    wrong.write_text(CASE.read_text().replace('kind = "recite"', 'kind = "chant"'))
-    done = shell("run", wrong, "--size", "smoke", "--accelerator", "cpu", "--engine", "recite")
-    assert done.code == 2
-    assert golden("no-kind-of-work-chant-known") in done.err
+def test_a_case_of_a_third_party_kind_is_checked(shell: Shell) -> None:
+    result = shell(*RUN, "--passes", "infer")
+    assert (result.code, result.lines) == (2, [golden("error-passes-no-pass-infer-allowed")])
+    result = shell(*RUN, "--devices", "2", "--parallel", "PP2")
+    assert result.code == 2
+    assert golden("tiny-counting-is-reciting-case-which") in result.err
+    unknown_kind = shell.folder / "wrong.toml"
+    unknown_kind.write_text(CASE.read_text().replace('kind = "recite"', 'kind = "chant"'))
+    result = shell(
+        "run", unknown_kind, "--size", "smoke", "--accelerator", "cpu", "--engine", "recite"
+    )
+    assert result.code == 2
+    assert golden("no-kind-of-work-chant-known") in result.err

@@ -26,7 +26,7 @@ TEXTS = [
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 DATA = LambadaData(kind="lambada", rows=4)
 
-IDS = {
+IDS_BY_PIECE = {
     "the": 10,
     " cat": 11,
     " saw": 12,
@@ -40,7 +40,7 @@ IDS = {
 
 
 @dataclass(frozen=True)
-class Words:
+class HandTokenizer:
     """A tokenizer that can be followed by hand: token 1 begins, token 2 ends, and the pieces are
     those of IDS_BY_PIECE.
     """
@@ -52,29 +52,29 @@ class Words:
     sha256: str = "0" * 64
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        out = []
+        encoded = []
         for text in texts:
             ids = [1]
             while text:
-                piece = max((piece for piece in IDS if text.startswith(piece)), key=len)
-                ids.append(IDS[piece])
+                piece = max((piece for piece in IDS_BY_PIECE if text.startswith(piece)), key=len)
+                ids.append(IDS_BY_PIECE[piece])
                 text = text.removeprefix(piece)
-            out.append([*ids, 2] if self.closes else ids)
-        return out
+            encoded.append([*ids, 2] if self.closes else ids)
+        return encoded
 
 
-def refusal(source: Path, data: LambadaData = DATA) -> str:
+def load_refusal(source: Path, data: LambadaData = DATA) -> str:
     """Return the message with which loading `source` is refused, after checking that it is one
     line.
     """
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError) as error:
         lambada.load_passages(data, source)
-    line = str(caught.value)
+    line = str(error.value)
     assert "\n" not in line
     return line
 
 
-def test_every_layout_reads_the_same(tmp_path: Path) -> None:
+def test_every_file_layout_gives_the_same_passages(tmp_path: Path) -> None:
     files = {
         "one/lambada_test.jsonl": LINES,
         "two/lambada_test_bak.jsonl": LINES[:-1],
@@ -105,7 +105,7 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
             )
 
 
-def test_the_first_of_a_folders_files_is_read(tmp_path: Path) -> None:
+def test_the_preferred_file_of_a_folder_is_read(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for name, text in (
         ("data/lambada_test.jsonl", "from data"),
@@ -117,75 +117,77 @@ def test_the_first_of_a_folders_files_is_read(tmp_path: Path) -> None:
     assert lambada.read_passages(tmp_path) == ["the test"]
 
 
-JSON = 'is not JSON in UTF-8: {}; a line is {{"text": "…"}}'
-SHAPE = 'is {!r}; a line is {{"text": "…"}}'
-WORDS = "has the text {!r}; it needs two words with a space between, and to end in one"
+NOT_JSON = 'is not JSON in UTF-8: {}; a line is {{"text": "…"}}'
+WRONG_SHAPE = 'is {!r}; a line is {{"text": "…"}}'
+TOO_FEW_WORDS = "has the text {!r}; it needs two words with a space between, and to end in one"
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"", JSON.format("Expecting value (column 1)")),
-        (b"   ", JSON.format("Expecting value (column 4)")),
-        (b'{"text": "a b"', JSON.format("Expecting ',' delimiter (column 15)")),
-        (b'{"text": "a b"} {}', JSON.format("Extra data (column 17)")),
-        (b'{"text": "a\tb"}', JSON.format("Invalid control character at (column 12)")),
+        (b"", NOT_JSON.format("Expecting value (column 1)")),
+        (b"   ", NOT_JSON.format("Expecting value (column 4)")),
+        (b'{"text": "a b"', NOT_JSON.format("Expecting ',' delimiter (column 15)")),
+        (b'{"text": "a b"} {}', NOT_JSON.format("Extra data (column 17)")),
+        (b'{"text": "a\tb"}', NOT_JSON.format("Invalid control character at (column 12)")),
         (
             b'\xef\xbb\xbf{"text": "a b"}',
-            JSON.format("Unexpected UTF-8 BOM (decode using utf-8-sig) (column 1)"),
+            NOT_JSON.format("Unexpected UTF-8 BOM (decode using utf-8-sig) (column 1)"),
         ),
         (
             b'{"text": "a \xe9"}',
-            JSON.format(
+            NOT_JSON.format(
                 "'utf-8' codec can't decode byte 0xe9 in position 12: invalid continuation byte"
             ),
         ),
-        (b'{"text": "a b", "x": NaN}', JSON.format("NaN is no number")),
-        (b'{"text": "a b", "x": -Infinity}', JSON.format("-Infinity is no number")),
-        (b'{"text": "a b", "text": "a c"}', JSON.format("a key stands twice")),
-        (b'{"text": "a b", "x": {"y": 1, "y": 1}}', JSON.format("a key stands twice")),
-        (b'"a b"', SHAPE.format('"a b"')),
-        (b"[]", SHAPE.format("[]")),
-        (b"null", SHAPE.format("null")),
-        (b"{}", SHAPE.format("{}")),
-        (b'{"Text": "a b"}', SHAPE.format('{"Text": "a b"}')),
-        (b'{"text": 5}', SHAPE.format('{"text": 5}')),
-        (b'{"text": ["a b"]}', SHAPE.format('{"text": ["a b"]}')),
+        (b'{"text": "a b", "x": NaN}', NOT_JSON.format("NaN is no number")),
+        (b'{"text": "a b", "x": -Infinity}', NOT_JSON.format("-Infinity is no number")),
+        (b'{"text": "a b", "text": "a c"}', NOT_JSON.format("a key stands twice")),
+        (b'{"text": "a b", "x": {"y": 1, "y": 1}}', NOT_JSON.format("a key stands twice")),
+        (b'"a b"', WRONG_SHAPE.format('"a b"')),
+        (b"[]", WRONG_SHAPE.format("[]")),
+        (b"null", WRONG_SHAPE.format("null")),
+        (b"{}", WRONG_SHAPE.format("{}")),
+        (b'{"Text": "a b"}', WRONG_SHAPE.format('{"Text": "a b"}')),
+        (b'{"text": 5}', WRONG_SHAPE.format('{"text": 5}')),
+        (b'{"text": ["a b"]}', WRONG_SHAPE.format('{"text": ["a b"]}')),
         (
             b'{"text": ["' + b"x" * 90 + b'"]}',
             'is \'{"text": ["' + "x" * 85 + '...; a line is {"text": "…"}',
         ),
-        (b'{"text": ""}', WORDS.format("")),
-        (b'{"text": "  "}', WORDS.format("  ")),
-        (b'{"text": "word"}', WORDS.format("word")),
-        (b'{"text": " word"}', WORDS.format(" word")),
-        (b'{"text": "two\\nlines"}', WORDS.format("two\nlines")),
-        (b'{"text": "ends in one "}', WORDS.format("ends in one ")),
-        (b'{"text": "ends in a\\n"}', WORDS.format("ends in a\n")),
+        (b'{"text": ""}', TOO_FEW_WORDS.format("")),
+        (b'{"text": "  "}', TOO_FEW_WORDS.format("  ")),
+        (b'{"text": "word"}', TOO_FEW_WORDS.format("word")),
+        (b'{"text": " word"}', TOO_FEW_WORDS.format(" word")),
+        (b'{"text": "two\\nlines"}', TOO_FEW_WORDS.format("two\nlines")),
+        (b'{"text": "ends in one "}', TOO_FEW_WORDS.format("ends in one ")),
+        (b'{"text": "ends in a\\n"}', TOO_FEW_WORDS.format("ends in a\n")),
         (b'{"text": "half \\ud83e"}', "has the text 'half \\ud83e'; a text must be valid Unicode"),
     ],
 )
-def test_a_line_that_is_no_passage(line: bytes, reason: str, tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_passage_is_refused(line: bytes, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "lambada_test.jsonl"
     path.write_bytes(b'{"text": "a b"}\n' + line + b'\n{"text": "a b"}\n')
-    assert refusal(tmp_path) == f"{path}: line 2 {reason}"
+    assert load_refusal(tmp_path) == f"{path}: line 2 {reason}"
 
 
 @pytest.mark.parametrize(
     "line",
     [b"[" * 100_000, b'{"text": "a b", "x": ' + b"[" * 500_000, b'{"x": ' + b"9" * 5000 + b"}"],
 )
-def test_hostile_lines_are_refused_in_one_line(line: bytes, tmp_path: Path) -> None:
+def test_huge_and_deeply_nested_lines_are_refused_in_one_line(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(line)
-    assert refusal(path).startswith(f"{path}: line 1 is not JSON in UTF-8: ")
+    assert load_refusal(path).startswith(f"{path}: line 1 is not JSON in UTF-8: ")
 
 
 @pytest.mark.parametrize("depth", range(900, 1000, 10))
-def test_a_line_nested_as_deep_as_can_be_read_is_still_shown(depth: int, tmp_path: Path) -> None:
+def test_a_line_near_the_recursion_limit_is_shown_in_the_refusal(
+    depth: int, tmp_path: Path
+) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"[" * depth + b"]" * depth)
-    assert refusal(path).startswith(f"{path}: line 1 is ")
+    assert load_refusal(path).startswith(f"{path}: line 1 is ")
 
 
 @pytest.mark.parametrize(
@@ -209,32 +211,32 @@ def test_a_line_nested_as_deep_as_can_be_read_is_still_shown(depth: int, tmp_pat
         (b"\x1f\x8bnot gzip", "cannot be read: Unknown compression method"),
     ],
 )
-def test_files_that_are_none(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(content: bytes, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(content)
-    assert refusal(path) == f"{path}: {reason}"
+    assert load_refusal(path) == f"{path}: {reason}"
 
 
-def test_nothing_there(tmp_path: Path) -> None:
-    nowhere = tmp_path / "nowhere"
+def test_missing_data_is_refused(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere"
     assert (
-        refusal(nowhere)
-        == f"data {str(nowhere)!r} does not exist; give lambada_test.jsonl or the folder that holds"
+        load_refusal(missing)
+        == f"data {str(missing)!r} does not exist; give lambada_test.jsonl or the folder that holds"
         " it with --data"
     )
-    assert refusal(tmp_path) == (golden("no-lambada_test-jsonl-in-it-nor", tmp_path))
-    with pytest.raises(RequestError) as caught:
+    assert load_refusal(tmp_path) == (golden("no-lambada_test-jsonl-in-it-nor", tmp_path))
+    with pytest.raises(RequestError) as error:
         lambada.load_passages(DATA, None)
-    assert str(caught.value) == (golden("this-size-needs-lambada-give-lambada_test"))
+    assert str(error.value) == (golden("this-size-needs-lambada-give-lambada_test"))
 
 
-def test_another_number_of_passages_is_another_set(tmp_path: Path) -> None:
+def test_another_number_of_passages_than_the_case_has_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lambada_test.jsonl"
     path.write_bytes(LINES)
-    whole = LambadaData(kind="lambada")
-    assert refusal(path, whole) == (golden("4-passages-the-case-has-5153-2", path))
-    made = whole.model_copy(update={"made": GeneratedPassagesConfig(passages=3)})
-    assert refusal(path, made) == golden("4-passages-the-case-has-5153", path)
+    full_set = LambadaData(kind="lambada")
+    assert load_refusal(path, full_set) == (golden("4-passages-the-case-has-5153-2", path))
+    generated_set = full_set.model_copy(update={"made": GeneratedPassagesConfig(passages=3)})
+    assert load_refusal(path, generated_set) == golden("4-passages-the-case-has-5153", path)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -246,10 +248,12 @@ def test_a_huge_file_is_refused(packed: bool, tmp_path: Path) -> None:
     else:
         with path.open("wb") as file:
             file.truncate((64 << 20) + 1)
-    assert refusal(path) == golden("larger-than-67108864-bytes-lambada-test", path)
+    assert load_refusal(path) == golden("larger-than-67108864-bytes-lambada-test", path)
 
 
-def test_lines_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_and_length_of_lines_have_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(LINES)
     longest = max(map(len, LINES.split(b"\n")))
@@ -257,113 +261,117 @@ def test_lines_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(lambada, "MAX_LINE_BYTES", longest)
     assert lambada.read_passages(path) == TEXTS
     monkeypatch.setattr(lambada, "MAX_LINE_BYTES", longest - 1)
-    assert refusal(path) == f"{path}: line 1 has {longest} bytes; allowed: at most {longest - 1}"
+    assert (
+        load_refusal(path) == f"{path}: line 1 has {longest} bytes; allowed: at most {longest - 1}"
+    )
     monkeypatch.setattr(lambada, "MAX_LINES", 3)
-    assert refusal(path) == golden("more-than-3-lines-lambada-test", path)
+    assert load_refusal(path) == golden("more-than-3-lines-lambada-test", path)
 
 
 def test_rows_and_last_words_by_hand() -> None:
     texts = ["the cat saw a dog", "the dog saw dogs", "the cat saw a dog-house", "the cat"]
-    found = lambada.encode_passages(texts, Words(), 9, None, 0)
-    assert found.rows == [
+    passages = lambada.encode_passages(texts, HandTokenizer(), 9, None, 0)
+    assert passages.rows == [
         [1, 10, 11, 12, 13, 14, 2],
         [1, 10, 14, 12, 15, 2],
         [1, 10, 11, 12, 13, 14, 16, 17, 2],
         [1, 10, 11, 2],
     ]
-    assert found.last == [1, 1, 3, 1]
-    assert found.groups == found.index == [0, 1, 2, 3]
+    assert passages.last == [1, 1, 3, 1]
+    assert passages.groups == passages.index == [0, 1, 2, 3]
 
 
-def test_an_end_that_the_tokenizer_adds_is_not_added_twice() -> None:
+def test_an_end_token_that_the_tokenizer_adds_is_not_added_twice() -> None:
     texts = ["the cat saw a dog", "the cat saw a dog-house"]
     assert lambada.encode_passages(
-        texts, Words(closes=True), 9, None, 0
-    ) == lambada.encode_passages(texts, Words(), 9, None, 0)
+        texts, HandTokenizer(closes=True), 9, None, 0
+    ) == lambada.encode_passages(texts, HandTokenizer(), 9, None, 0)
 
 
-def test_a_last_word_begins_where_the_tokens_part() -> None:
-    class Merging(Words):
+def test_a_last_word_begins_at_the_first_token_that_differs() -> None:
+    class MergingTokenizer(HandTokenizer):
         def encode(self, texts: list[str]) -> list[list[int]]:
             return [[9, 5] if text == "the cat" else [9, 6, 7] for text in texts]
 
     # the context alone is [9, 5], with the last word it is [9, 6, 7]: they differ from 6 on
-    assert lambada.encode_passages(["the cat saw"], Merging(), 9, None, 0).last == [2]
+    assert lambada.encode_passages(["the cat saw"], MergingTokenizer(), 9, None, 0).last == [2]
 
 
 @pytest.mark.parametrize("ids", [[[1, 10, 11]], [[1, 10]]])
 def test_a_last_word_without_tokens_is_refused(ids: list[list[int]]) -> None:
-    class Deaf(Words):
+    class SilentTokenizer(HandTokenizer):
         def encode(self, texts: list[str]) -> list[list[int]]:
             return [[1, 10, 11]] if texts == ["the cat"] else ids
 
-    with pytest.raises(RequestError) as caught:
-        lambada.encode_passages(["the cat saw"], Deaf(), 9, None, 0)
-    assert str(caught.value) == golden("tokenizer-words-the-last-word-of")
+    with pytest.raises(RequestError) as error:
+        lambada.encode_passages(["the cat saw"], SilentTokenizer(), 9, None, 0)
+    assert str(error.value) == golden("tokenizer-words-the-last-word-of")
 
 
-def test_a_row_that_does_not_fit_is_refused_and_not_cut() -> None:
+def test_a_row_longer_than_the_context_is_refused() -> None:
     texts = ["the cat", "the cat saw a dog"]
-    assert [len(row) for row in lambada.encode_passages(texts, Words(), 7, None, 0).rows] == [4, 7]
-    with pytest.raises(RequestError) as caught:
-        lambada.encode_passages(texts, Words(), 6, None, 0)
-    assert str(caught.value) == golden("passage-2-its-line-has-7")
+    assert [
+        len(row) for row in lambada.encode_passages(texts, HandTokenizer(), 7, None, 0).rows
+    ] == [4, 7]
+    with pytest.raises(RequestError) as error:
+        lambada.encode_passages(texts, HandTokenizer(), 6, None, 0)
+    assert str(error.value) == golden("passage-2-its-line-has-7")
 
 
-def test_a_tokenizer_without_an_end_is_refused() -> None:
-    with pytest.raises(RequestError) as caught:
-        lambada.encode_passages(["the cat"], Words(end=None), 9, None, 0)
-    assert str(caught.value) == (golden("tokenizer-words-does-not-say-which"))
+def test_a_tokenizer_without_an_end_token_is_refused() -> None:
+    with pytest.raises(RequestError) as error:
+        lambada.encode_passages(["the cat"], HandTokenizer(end=None), 9, None, 0)
+    assert str(error.value) == (golden("tokenizer-words-does-not-say-which"))
 
 
-def test_a_sample_holds_the_same_rows_as_the_whole() -> None:
-    tokens, texts = (
+def test_a_sample_has_the_rows_of_the_full_set() -> None:
+    tokenizer, texts = (
         WordHashTokenizer(512),
         lambada.generate_passages(GeneratedPassagesConfig(passages=30)),
     )
-    whole, part = (
-        lambada.encode_passages(texts, tokens, 128, None, 0),
-        lambada.encode_passages(texts, tokens, 128, 11, 5),
+    full_set, sample = (
+        lambada.encode_passages(texts, tokenizer, 128, None, 0),
+        lambada.encode_passages(texts, tokenizer, 128, 11, 5),
     )
-    assert part.index == choose_items(30, 11, 5)
-    assert part.rows == [whole.rows[i] for i in part.index]
-    assert part.last == [whole.last[i] for i in part.index]
-    assert part.groups == list(range(11))
+    assert sample.index == choose_items(30, 11, 5)
+    assert sample.rows == [full_set.rows[i] for i in sample.index]
+    assert sample.last == [full_set.last[i] for i in sample.index]
+    assert sample.groups == list(range(11))
 
 
-def test_only_the_sample_is_encoded() -> None:
+def test_only_sampled_passages_are_encoded() -> None:
     index = choose_items(3, 1, 0)
     texts = ["the cat" if i in index else "not in the table" for i in range(3)]
-    assert lambada.encode_passages(texts, Words(), 4, 1, 0).rows == [[1, 10, 11, 2]]
+    assert lambada.encode_passages(texts, HandTokenizer(), 4, 1, 0).rows == [[1, 10, 11, 2]]
 
 
-def test_a_sample_has_bounds() -> None:
-    with pytest.raises(RequestError) as caught:
-        lambada.encode_passages(["the cat"], Words(), 9, 2, 0)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith("--sample 2: the data has 1 ")
+def test_a_sample_larger_than_the_set_is_refused() -> None:
+    with pytest.raises(RequestError) as error:
+        lambada.encode_passages(["the cat"], HandTokenizer(), 9, 2, 0)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("--sample 2: the data has 1 ")
 
 
-def test_a_fingerprint_sees_the_texts_their_order_and_the_vocabulary() -> None:
-    by_hand = hashlib.sha256(b"0" * 64 + '["a b","né ü"]'.encode()).hexdigest()
-    assert lambada.fingerprint_passages(["a b", "né ü"], Words()) == by_hand
+def test_a_fingerprint_depends_on_texts_order_and_vocabulary() -> None:
+    expected = hashlib.sha256(b"0" * 64 + '["a b","né ü"]'.encode()).hexdigest()
+    assert lambada.fingerprint_passages(["a b", "né ü"], HandTokenizer()) == expected
     assert (
         len(
             {
-                by_hand,
-                lambada.fingerprint_passages(["né ü", "a b"], Words()),
-                lambada.fingerprint_passages(["a b"], Words()),
-                lambada.fingerprint_passages(["a b", "né ü"], Words(sha256="1" * 64)),
+                expected,
+                lambada.fingerprint_passages(["né ü", "a b"], HandTokenizer()),
+                lambada.fingerprint_passages(["a b"], HandTokenizer()),
+                lambada.fingerprint_passages(["a b", "né ü"], HandTokenizer(sha256="1" * 64)),
             }
         )
         == 4
     )
 
 
-def test_made_passages_end_in_a_word_that_stood_before_and_are_the_same_each_time() -> None:
-    made = GeneratedPassagesConfig(passages=600, seed=2)
-    texts = lambada.generate_passages(made)
-    assert texts == lambada.generate_passages(made)
+def test_generated_passages_are_seeded_and_repeat_their_last_word() -> None:
+    settings = GeneratedPassagesConfig(passages=600, seed=2)
+    texts = lambada.generate_passages(settings)
+    assert texts == lambada.generate_passages(settings)
     assert texts[:200] == lambada.generate_passages(GeneratedPassagesConfig(passages=200, seed=2))
     assert not set(texts) & set(
         lambada.generate_passages(GeneratedPassagesConfig(passages=600, seed=3))
@@ -373,29 +381,29 @@ def test_made_passages_end_in_a_word_that_stood_before_and_are_the_same_each_tim
     assert (min(sizes), max(sizes)) == (15, 59)
     assert len(set(sizes)) > 30
     for text in texts:
-        before, _, last = text.rpartition(" ")
-        assert f" the {last} to the " in before
-        assert last.replace("-", "").isalpha()
-        assert ". " in before
+        beginning, _, last_word = text.rpartition(" ")
+        assert f" the {last_word} to the " in beginning
+        assert last_word.replace("-", "").isalpha()
+        assert ". " in beginning
 
 
-def test_made_passages_are_read_with_the_made_tokenizer() -> None:
+def test_generated_passages_are_encoded_with_the_word_hash_tokenizer() -> None:
     data = DATA.model_copy(update={"made": GeneratedPassagesConfig(passages=40)})
     texts, label = lambada.load_passages(data, None)
     assert (texts, label) == (
         lambada.generate_passages(GeneratedPassagesConfig(passages=40)),
         "made",
     )
-    found = lambada.encode_passages(texts, WordHashTokenizer(512), 80, None, 0)
+    passages = lambada.encode_passages(texts, WordHashTokenizer(512), 80, None, 0)
     assert all(
-        row[0] == 1 and row[-1] == 0 and all(6 <= one < 512 for one in row[1:-1])
-        for row in found.rows
+        row[0] == 1 and row[-1] == 0 and all(6 <= token < 512 for token in row[1:-1])
+        for row in passages.rows
     )
-    assert [2 * text.rpartition(" ")[2].count("-") + 1 for text in texts] == found.last
-    assert set(found.last) == {1, 3}
+    assert [2 * text.rpartition(" ")[2].count("-") + 1 for text in texts] == passages.last
+    assert set(passages.last) == {1, 3}
 
 
-def test_made_passages_can_be_written_and_read(tmp_path: Path) -> None:
+def test_generated_passages_can_be_written_and_read(tmp_path: Path) -> None:
     texts = lambada.generate_passages(GeneratedPassagesConfig(passages=20))
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -41,7 +41,7 @@ WORLD_HISTORY: tuple[list[McqRow], list[McqRow]] = (
     ],
     [(" When?", "476", "1066", "1492", "1789", "A")],
 )
-SMALL = [
+SUBJECTS = [
     Subject("astronomy", tuple(ASTRONOMY[0]), tuple(ASTRONOMY[1])),
     Subject("world_history", tuple(WORLD_HISTORY[0]), tuple(WORLD_HISTORY[1])),
 ]
@@ -50,16 +50,16 @@ DATA = MmluData(kind="mmlu", shots=2, context=512, subjects=2)
 
 def as_csv(rows: tuple[tuple[str, ...], ...]) -> bytes:
     """Return questions as the bytes of a CSV file."""
-    out = io.StringIO(newline="")
-    csv.writer(out, lineterminator="\n").writerows(rows)
-    return out.getvalue().encode()
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
 
 
-def files_of(subjects: list[Subject]) -> dict[str, bytes]:
+def format_subject_files(subjects: list[Subject]) -> dict[str, bytes]:
     """Return the files of MMLU for these subjects by name, with two files that no reader opens."""
-    out = {f"data/dev/{subject.name}_dev.csv": as_csv(subject.dev) for subject in subjects}
-    out |= {f"data/test/{subject.name}_test.csv": as_csv(subject.test) for subject in subjects}
-    return out | {"data/val/astronomy_val.csv": b"not read", "data/README.txt": b"not read"}
+    files = {f"data/dev/{subject.name}_dev.csv": as_csv(subject.dev) for subject in subjects}
+    files |= {f"data/test/{subject.name}_test.csv": as_csv(subject.test) for subject in subjects}
+    return files | {"data/val/astronomy_val.csv": b"not read", "data/README.txt": b"not read"}
 
 
 def write_folder(folder: Path, files: dict[str, bytes]) -> Path:
@@ -81,32 +81,32 @@ def write_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> Path:
     return path
 
 
-def refusal(source: Path, data: MmluData = DATA) -> str:
+def load_refusal(source: Path, data: MmluData = DATA) -> str:
     """Return the message with which loading `source` is refused, after checking that it is one line
     and that no file was unpacked.
     """
-    before = sorted(source.parent.rglob("*"))
-    with pytest.raises(RequestError) as caught:
+    paths_before = sorted(source.parent.rglob("*"))
+    with pytest.raises(RequestError) as error:
         mmlu.load_subjects(data, source)
-    assert sorted(source.parent.rglob("*")) == before
-    line = str(caught.value)
+    assert sorted(source.parent.rglob("*")) == paths_before
+    line = str(error.value)
     assert "\n" not in line
     return line
 
 
-def changed(**files: bytes | None) -> dict[str, bytes]:
+def change_subject_files(**files: bytes | None) -> dict[str, bytes]:
     """Return the files of SUBJECTS with some replaced: `dev_astronomy` is
     data/dev/astronomy_dev.csv, and None removes a file.
     """
-    table: dict[str, bytes | None] = {**files_of(SMALL)}
+    changed_files: dict[str, bytes | None] = {**format_subject_files(SUBJECTS)}
     for key, content in files.items():
         split, _, name = key.partition("_")
-        table[f"data/{split}/{name}_{split}.csv"] = content
-    return {name: content for name, content in table.items() if content is not None}
+        changed_files[f"data/{split}/{name}_{split}.csv"] = content
+    return {name: content for name, content in changed_files.items() if content is not None}
 
 
-def test_every_layout_reads_the_same(tmp_path: Path) -> None:
-    files = files_of(SMALL)
+def test_every_file_layout_gives_the_same_subjects(tmp_path: Path) -> None:
+    files = format_subject_files(SUBJECTS)
     (tmp_path / "tars").mkdir()
     sources = {
         "folder with data/": write_folder(tmp_path / "one", files),
@@ -119,65 +119,67 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
         "folder with one tar": write_tar(tmp_path / "tars" / "mmlu.tgz", files, "w:gz").parent,
     }
     for name, source in sources.items():
-        assert mmlu.read_subjects(source) == SMALL, name
-        assert mmlu.load_subjects(DATA, source) == (SMALL, source.name)
+        assert mmlu.read_subjects(source) == SUBJECTS, name
+        assert mmlu.load_subjects(DATA, source) == (SUBJECTS, source.name)
 
 
 @pytest.mark.parametrize(
     ("files", "line"),
     [
         (
-            changed(dev_astronomy=None),
+            change_subject_files(dev_astronomy=None),
             "{}: dev/astronomy_dev.csv is missing; every subject has a dev and a test file",
         ),
         (
-            changed(test_world_history=None),
+            change_subject_files(test_world_history=None),
             "{}: test/world_history_test.csv is missing; every subject has a dev and a test file",
         ),
         (
-            changed(test_astronomy=as_csv((ASTRONOMY[1][0], ASTRONOMY[1][1][:5]))),
+            change_subject_files(test_astronomy=as_csv((ASTRONOMY[1][0], ASTRONOMY[1][1][:5]))),
             (
                 "test/astronomy_test.csv: row 2 has 5 columns; a question has 6 (question, A, B, C,"
                 " D, answer)"
             ),
         ),
         (
-            changed(dev_world_history=as_csv(((*WORLD_HISTORY[0][0], "more"),))),
+            change_subject_files(dev_world_history=as_csv(((*WORLD_HISTORY[0][0], "more"),))),
             (
                 "dev/world_history_dev.csv: row 1 has 7 columns; a question has 6 (question, A, B,"
                 " C, D, answer)"
             ),
         ),
         (
-            changed(test_astronomy=as_csv((ASTRONOMY[1][0], (*ASTRONOMY[1][1][:5], "E")))),
+            change_subject_files(
+                test_astronomy=as_csv((ASTRONOMY[1][0], (*ASTRONOMY[1][1][:5], "E")))
+            ),
             "test/astronomy_test.csv: row 2 has the answer 'E'; allowed: A, B, C, D",
         ),
         (
-            changed(test_astronomy=as_csv(((*ASTRONOMY[1][0][:5], "BC"),))),
+            change_subject_files(test_astronomy=as_csv(((*ASTRONOMY[1][0][:5], "BC"),))),
             "test/astronomy_test.csv: row 1 has the answer 'BC'; allowed: A, B, C, D",
         ),
         (
-            changed(test_astronomy=as_csv(((*ASTRONOMY[1][0][:5], ""),))),
+            change_subject_files(test_astronomy=as_csv(((*ASTRONOMY[1][0][:5], ""),))),
             "test/astronomy_test.csv: row 1 has the answer ''; allowed: A, B, C, D",
         ),
-        (changed(test_world_history=b""), "test/world_history_test.csv: no rows"),
+        (change_subject_files(test_world_history=b""), "test/world_history_test.csv: no rows"),
         (
-            changed(dev_astronomy="é,1,2,3,4,A\n".encode("latin-1")),
+            change_subject_files(dev_astronomy="é,1,2,3,4,A\n".encode("latin-1")),
             (
                 "dev/astronomy_dev.csv: not CSV in UTF-8: 'utf-8' codec can't decode byte 0xe9 in"
                 " position 0: invalid continuation byte"
             ),
         ),
         (
-            changed(dev_astronomy=b'"a,1,2,3,4,A\n'),
+            change_subject_files(dev_astronomy=b'"a,1,2,3,4,A\n'),
             "dev/astronomy_dev.csv: not CSV in UTF-8: unexpected end of data",
         ),
         (
-            changed(dev_world_history=as_csv((WORLD_HISTORY[0][0],))),
+            change_subject_files(dev_world_history=as_csv((WORLD_HISTORY[0][0],))),
             "{}: dev/world_history_dev.csv has 1 rows; the case asks after 2 examples",
         ),
         (
-            {"data/README.txt": b"x", "data/dev/astronomy_dev.csv": as_csv(SMALL[0].dev)},
+            {"data/README.txt": b"x", "data/dev/astronomy_dev.csv": as_csv(SUBJECTS[0].dev)},
             (
                 "{}: no test/*_test.csv in it; give the folder or tar that holds data/dev and"
                 " data/test"
@@ -191,38 +193,38 @@ def test_wrong_files_are_refused_in_one_line(
 ) -> None:
     folder, packed = tmp_path / "mmlu", tmp_path / "mmlu.tar.gz"
     source = write_folder(folder, files) if kind == "folder" else write_tar(packed, files, "w:gz")
-    assert refusal(source) == line.format(source)
+    assert load_refusal(source) == line.format(source)
 
 
 def test_a_row_number_counts_rows_and_not_lines(tmp_path: Path) -> None:
     rows = (ASTRONOMY[1][0], ASTRONOMY[1][1][:5])
     assert b"Which is\na planet?" in as_csv(rows)  # row 1 takes two lines
-    assert "row 2 has 5" in refusal(
-        write_folder(tmp_path / "x", changed(test_astronomy=as_csv(rows)))
+    assert "row 2 has 5" in load_refusal(
+        write_folder(tmp_path / "x", change_subject_files(test_astronomy=as_csv(rows)))
     )
 
 
-def test_wrong_count_of_subjects(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "x", files_of(SMALL))
-    found = refusal(source, DATA.model_copy(update={"subjects": 57}))
-    assert found == golden("2-subjects-the-case-has-57", source)
+def test_another_number_of_subjects_is_refused(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "x", format_subject_files(SUBJECTS))
+    error_line = load_refusal(source, DATA.model_copy(update={"subjects": 57}))
+    assert error_line == golden("2-subjects-the-case-has-57", source)
 
 
-def test_no_source() -> None:
-    with pytest.raises(RequestError) as caught:
+def test_a_case_of_real_data_without_a_source_is_refused() -> None:
+    with pytest.raises(RequestError) as error:
         mmlu.load_subjects(DATA, None)
-    assert str(caught.value) == (golden("this-size-needs-mmlu-give-its"))
+    assert str(error.value) == (golden("this-size-needs-mmlu-give-its"))
 
 
-def test_missing_folder(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "nowhere"
     assert (
-        refusal(source)
+        load_refusal(source)
         == f"data {str(source)!r} does not exist; give MMLU's folder or its .tar with --data"
     )
 
 
-GARBAGE: dict[str, tuple[Callable[[Path], bytes], str]] = {
+INVALID_TARS: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "not a tar": (lambda made: b"name,size\n" * 100, "invalid header"),
     "empty": (lambda made: b"", "empty file"),
     "truncated gz": (
@@ -230,21 +232,27 @@ GARBAGE: dict[str, tuple[Callable[[Path], bytes], str]] = {
         "Compressed file ended before the end-of-stream marker was reached",
     ),
     "truncated tar": (lambda made: gunzip(made)[:900], "unexpected end of data"),
-    "broken gz": (lambda made: broken(gzip.compress(long_tar(), mtime=0)), "CRC check failed "),
+    "broken gz": (
+        lambda made: invert_middle_bytes(gzip.compress(make_long_tar(), mtime=0)),
+        "CRC check failed ",
+    ),
     "garbled gz": (
-        lambda made: garbled(gzip.compress(long_tar(), mtime=0)),
+        lambda made: overwrite_second_half(gzip.compress(make_long_tar(), mtime=0)),
         "Error -3 while decompressing data: ",
     ),
-    "broken xz": (lambda made: broken(lzma.compress(long_tar())), "Corrupt input data"),
+    "broken xz": (
+        lambda made: invert_middle_bytes(lzma.compress(make_long_tar())),
+        "Corrupt input data",
+    ),
 }
 
 
-def garbled(content: bytes) -> bytes:
+def overwrite_second_half(content: bytes) -> bytes:
     """Return the content with its second half replaced by 500 bytes 0xff."""
     return content[: len(content) // 2] + b"\xff" * 500
 
 
-def long_tar() -> bytes:
+def make_long_tar() -> bytes:
     """Return a tar so long that its middle lies inside a CSV file."""
     rng = random.Random(0)
     text = "".join(f"{rng.random()},1,2,3,4,A\n" for _ in range(10_000)).encode()
@@ -253,19 +261,23 @@ def long_tar() -> bytes:
     return member.tobuf() + text + b"\0" * (-len(text) % 512 + 1024)
 
 
-def broken(content: bytes) -> bytes:
+def invert_middle_bytes(content: bytes) -> bytes:
     """Return the content with 16 bytes in its middle inverted."""
-    at = len(content) // 2
-    return content[:at] + bytes(255 - byte for byte in content[at : at + 16]) + content[at + 16 :]
+    middle = len(content) // 2
+    return (
+        content[:middle]
+        + bytes(255 - byte for byte in content[middle : middle + 16])
+        + content[middle + 16 :]
+    )
 
 
-@pytest.mark.parametrize("name", GARBAGE)
-def test_what_is_not_a_tar_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    make, reason = GARBAGE[name]
-    made = write_tar(tmp_path / "good.tar.gz", files_of(SMALL), "w:gz")
+@pytest.mark.parametrize("name", INVALID_TARS)
+def test_an_invalid_tar_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    make_content, reason = INVALID_TARS[name]
+    valid_tar = write_tar(tmp_path / "good.tar.gz", format_subject_files(SUBJECTS), "w:gz")
     source = tmp_path / "bad.tar"
-    source.write_bytes(make(made))
-    assert refusal(source).startswith(f"{source}: not a readable tar: {reason}")
+    source.write_bytes(make_content(valid_tar))
+    assert load_refusal(source).startswith(f"{source}: not a readable tar: {reason}")
 
 
 def test_a_huge_member_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -274,23 +286,24 @@ def test_a_huge_member_is_refused_before_it_is_read(tmp_path: Path) -> None:
     source = tmp_path / "x.tar"
     source.write_bytes(member.tobuf() + b"\0" * 1024)
     assert (
-        refusal(source) == f"{source}: data/test/astronomy_test.csv is larger than 67108864 bytes"
+        load_refusal(source)
+        == f"{source}: data/test/astronomy_test.csv is larger than 67108864 bytes"
     )
 
 
 def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "x", files_of(SMALL))
+    source = write_folder(tmp_path / "x", format_subject_files(SUBJECTS))
     path = source / "data" / "test" / "astronomy_test.csv"
     with path.open("r+b") as file:
         file.truncate((64 << 20) + 1)
-    assert refusal(source) == f"{path}: larger than 67108864 bytes"
+    assert load_refusal(source) == f"{path}: larger than 67108864 bytes"
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar"])
 def test_all_files_together_have_a_limit(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = files_of(SMALL)
+    files = format_subject_files(SUBJECTS)
     source = (
         write_folder(tmp_path / "x", files)
         if kind == "folder"
@@ -300,20 +313,20 @@ def test_all_files_together_have_a_limit(
         len(content) for name, content in files.items() if name.endswith(("_dev.csv", "_test.csv"))
     )
     monkeypatch.setattr(mmlu, "MAX_ALL_BYTES", size)
-    assert mmlu.read_subjects(source) == SMALL
+    assert mmlu.read_subjects(source) == SUBJECTS
     monkeypatch.setattr(mmlu, "MAX_ALL_BYTES", size - 1)
     assert (
-        refusal(source)
+        load_refusal(source)
         == f"{source}: its files are larger than {size - 1} bytes in all; MMLU has 7 MB"
     )
 
 
 def test_too_many_members_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_tar(tmp_path / "x.tar", files_of(SMALL))
+    source = write_tar(tmp_path / "x.tar", format_subject_files(SUBJECTS))
     monkeypatch.setattr(mmlu, "MAX_MEMBERS", 6)
-    assert mmlu.read_subjects(source) == SMALL
+    assert mmlu.read_subjects(source) == SUBJECTS
     monkeypatch.setattr(mmlu, "MAX_MEMBERS", 5)
-    assert refusal(source) == f"{source}: more than 5 members; MMLU has 173"
+    assert load_refusal(source) == f"{source}: more than 5 members; MMLU has 173"
 
 
 @pytest.mark.parametrize(
@@ -321,90 +334,93 @@ def test_too_many_members_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 )
 def test_members_that_are_not_files_are_ignored(kind: bytes, tmp_path: Path) -> None:
     secret = tmp_path / "secret.csv"
-    secret.write_bytes(as_csv(SMALL[0].test))
+    secret.write_bytes(as_csv(SUBJECTS[0].test))
     source = tmp_path / "x.tar"
-    write_tar(source, changed(test_astronomy=None))
+    write_tar(source, change_subject_files(test_astronomy=None))
     with tarfile.open(source, "a") as tar:
         member = tarfile.TarInfo("data/test/astronomy_test.csv")
         member.type, member.linkname = kind, str(secret)
         tar.addfile(member)
-    assert refusal(source) == golden("test-astronomy_test-csv-is-missing-every", source)
+    assert load_refusal(source) == golden("test-astronomy_test-csv-is-missing-every", source)
 
 
-def test_a_member_that_climbs_out_is_only_a_name(tmp_path: Path) -> None:
-    files = {f"../../{name}": content for name, content in files_of(SMALL).items()}
+def test_a_member_name_with_parent_folders_writes_nothing_outside(tmp_path: Path) -> None:
+    files = {f"../../{name}": content for name, content in format_subject_files(SUBJECTS).items()}
     (tmp_path / "in").mkdir()
-    assert mmlu.read_subjects(write_tar(tmp_path / "in" / "x.tar", files)) == SMALL
+    assert mmlu.read_subjects(write_tar(tmp_path / "in" / "x.tar", files)) == SUBJECTS
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["in", "x.tar"]
 
 
-def test_prompt_of_made_rows() -> None:
-    assert questions.format_prompt(SMALL[1], SMALL[1].test[0], 2) == (
+def test_prompts_equal_the_stored_texts() -> None:
+    assert questions.format_prompt(SUBJECTS[1], SUBJECTS[1].test[0], 2) == (
         golden("the-following-are-multiple-choice-questions-3")
     )
-    assert questions.format_prompt(SMALL[0], SMALL[0].test[1], 2, dropped=1) == (
+    assert questions.format_prompt(SUBJECTS[0], SUBJECTS[0].test[1], 2, dropped=1) == (
         golden("the-following-are-multiple-choice-questions-2")
     )
-    assert questions.format_prompt(SMALL[0], SMALL[0].test[1], 0) == (
+    assert questions.format_prompt(SUBJECTS[0], SUBJECTS[0].test[1], 0) == (
         golden("the-following-are-multiple-choice-questions")
     )
 
 
 def test_leading_shots_are_dropped_until_a_prompt_fits() -> None:
-    tokens = WordHashTokenizer(512)
-    subject, row = SMALL[0], SMALL[0].test[0]
+    tokenizer = WordHashTokenizer(512)
+    subject, row = SUBJECTS[0], SUBJECTS[0].test[0]
     sizes = [
-        len(tokens.encode([questions.format_prompt(subject, row, 2, dropped)])[0])
+        len(tokenizer.encode([questions.format_prompt(subject, row, 2, dropped)])[0])
         for dropped in (0, 1, 2)
     ]
     assert sizes[0] > sizes[1] > sizes[2] > 16
     for dropped, size in enumerate(sizes):
         data = DATA.model_copy(update={"context": size})
-        found = questions.encode_questions(
-            [Subject("astronomy", subject.dev, (row,))], data, tokens, None, 0
+        prompts = questions.encode_questions(
+            [Subject("astronomy", subject.dev, (row,))], data, tokenizer, None, 0
         )
-        assert found.rows == tokens.encode([questions.format_prompt(subject, row, 2, dropped)])
-        assert found.shortened == (dropped > 0)
+        assert prompts.rows == tokenizer.encode([questions.format_prompt(subject, row, 2, dropped)])
+        assert prompts.shortened == (dropped > 0)
     data = DATA.model_copy(update={"context": sizes[2] - 1})
-    with pytest.raises(RequestError) as caught:
-        questions.encode_questions(SMALL, data, tokens, None, 0, location=mmlu.TEST_FILE)
+    with pytest.raises(RequestError) as error:
+        questions.encode_questions(SUBJECTS, data, tokenizer, None, 0, location=mmlu.TEST_FILE)
     expected = (
         f"test/astronomy_test.csv: row 1 alone has {sizes[2]} tokens; the context is {sizes[2] - 1}"
     )
-    assert str(caught.value) == expected
+    assert str(error.value) == expected
 
 
-def test_prompts_of_different_shots_are_different_groups() -> None:
-    tokens = WordHashTokenizer(512)
-    long, short = SMALL[0].test
-    size = len(tokens.encode([questions.format_prompt(SMALL[0], short, 2)])[0])
-    assert size < len(tokens.encode([questions.format_prompt(SMALL[0], long, 2)])[0])
-    found = questions.encode_questions(
-        SMALL, DATA.model_copy(update={"context": size}), tokens, None, 0
+def test_prompts_with_different_shots_are_in_different_groups() -> None:
+    tokenizer = WordHashTokenizer(512)
+    long, short = SUBJECTS[0].test
+    size = len(tokenizer.encode([questions.format_prompt(SUBJECTS[0], short, 2)])[0])
+    assert size < len(tokenizer.encode([questions.format_prompt(SUBJECTS[0], long, 2)])[0])
+    prompts = questions.encode_questions(
+        SUBJECTS, DATA.model_copy(update={"context": size}), tokenizer, None, 0
     )
-    assert found.groups == [0, 1, 2]
-    assert (found.shortened, found.index, found.gold, found.subject_of) == (
+    assert prompts.groups == [0, 1, 2]
+    assert (prompts.shortened, prompts.index, prompts.gold, prompts.subject_of) == (
         1,
         [0, 1, 2],
         [1, 2, 0],
         [0, 0, 1],
     )
-    assert found.subjects == ["astronomy", "world_history"]
-    assert found.letters == [2, 3, 4, 5]
-    assert questions.encode_questions(SMALL, DATA, tokens, None, 0).groups == [0, 0, 1]
+    assert prompts.subjects == ["astronomy", "world_history"]
+    assert prompts.letters == [2, 3, 4, 5]
+    assert questions.encode_questions(SUBJECTS, DATA, tokenizer, None, 0).groups == [0, 0, 1]
 
 
-def test_a_sample_holds_the_same_prompts_as_the_whole() -> None:
-    tokens, data = WordHashTokenizer(512), MmluData(kind="mmlu", shots=3, context=512, subjects=3)
+def test_a_sample_has_the_prompts_of_the_full_set() -> None:
+    tokenizer, data = (
+        WordHashTokenizer(512),
+        MmluData(kind="mmlu", shots=3, context=512, subjects=3),
+    )
     subjects = questions.generate_questions(
         "mmlu", GeneratedQuestionsConfig(subjects=3, questions=9, seed=4), 3
     )
-    whole = questions.encode_questions(subjects, data, tokens, None, 0)
-    part = questions.encode_questions(subjects, data, tokens, 11, 5)
-    assert part.index == choose_items(27, 11, 5)
-    assert part.rows == [whole.rows[i] for i in part.index]
-    assert part.gold == [whole.gold[i] for i in part.index]
-    assert part.subject_of == [whole.subject_of[i] for i in part.index]
+    full_set = questions.encode_questions(subjects, data, tokenizer, None, 0)
+    sample = questions.encode_questions(subjects, data, tokenizer, 11, 5)
+    assert sample.index == choose_items(27, 11, 5)
+    assert sample.rows == [full_set.rows[i] for i in sample.index]
+    assert sample.gold == [full_set.gold[i] for i in sample.index]
+    assert sample.subject_of == [full_set.subject_of[i] for i in sample.index]
 
 
 def test_sampling_is_seeded_sorted_and_bounded() -> None:
@@ -413,15 +429,15 @@ def test_sampling_is_seeded_sorted_and_bounded() -> None:
     assert choose_items(14042, 8, 1) == [2427, 2888, 3597, 4339, 6201, 8132, 8906, 12811]
     assert choose_items(5, None, 3) == choose_items(5, 5, 3) == [0, 1, 2, 3, 4]
     for sample in (0, -1, 6):
-        with pytest.raises(RequestError) as caught:
+        with pytest.raises(RequestError) as error:
             choose_items(5, sample, 0)
-        assert str(caught.value) == f"--sample {sample}: the data has 5 questions; allowed: 1 to 5"
+        assert str(error.value) == f"--sample {sample}: the data has 5 questions; allowed: 1 to 5"
 
 
-def test_made_questions_are_answerable_and_the_same_each_time() -> None:
-    made = GeneratedQuestionsConfig(subjects=8, questions=7, seed=2)
-    subjects = questions.generate_questions("mmlu", made, 5)
-    assert subjects == questions.generate_questions("mmlu", made, 5)
+def test_generated_questions_are_answerable_and_seeded() -> None:
+    settings = GeneratedQuestionsConfig(subjects=8, questions=7, seed=2)
+    subjects = questions.generate_questions("mmlu", settings, 5)
+    assert subjects == questions.generate_questions("mmlu", settings, 5)
     assert subjects != questions.generate_questions(
         "mmlu", GeneratedQuestionsConfig(subjects=8, questions=7, seed=3), 5
     )
@@ -432,14 +448,14 @@ def test_made_questions_are_answerable_and_the_same_each_time() -> None:
     for subject in subjects:
         assert (len(subject.dev), len(subject.test)) == (5, 7)
         for row in (*subject.dev, *subject.test):
-            right = row[1 + "ABCD".index(row[5])]
-            assert f" the {right} near " in row[0]
+            answer = row[1 + "ABCD".index(row[5])]
+            assert f" the {answer} near " in row[0]
             assert len(set(row[1:5])) == 4
             letters[row[5]] += 1
     assert set(letters) == set("ABCD")
 
 
-def test_made_data_needs_no_source() -> None:
+def test_generated_data_needs_no_source() -> None:
     data = DATA.model_copy(update={"made": GeneratedQuestionsConfig(subjects=2, questions=3)})
     assert mmlu.load_subjects(data, None) == (
         questions.generate_questions("mmlu", GeneratedQuestionsConfig(subjects=2, questions=3), 2),
@@ -447,43 +463,47 @@ def test_made_data_needs_no_source() -> None:
     )
 
 
-def test_a_fingerprint_sees_every_part() -> None:
-    tokens = WordHashTokenizer(512)
-    seen = {
-        questions.fingerprint_questions(SMALL, tokens),
-        questions.fingerprint_questions(SMALL, WordHashTokenizer(513)),
-        questions.fingerprint_questions(SMALL[:1], tokens),
+def test_a_fingerprint_depends_on_every_field() -> None:
+    tokenizer = WordHashTokenizer(512)
+    fingerprints = {
+        questions.fingerprint_questions(SUBJECTS, tokenizer),
+        questions.fingerprint_questions(SUBJECTS, WordHashTokenizer(513)),
+        questions.fingerprint_questions(SUBJECTS[:1], tokenizer),
     }
     for i in range(6):
-        row = SMALL[0].test[1]
-        other: McqRow = (*row[:i], "A" if i == 5 else "other", *row[i + 1 :])  # type: ignore[assignment]
-        seen.add(
+        row = SUBJECTS[0].test[1]
+        changed_row: McqRow = (*row[:i], "A" if i == 5 else "other", *row[i + 1 :])  # type: ignore[assignment]
+        fingerprints.add(
             questions.fingerprint_questions(
-                [Subject("astronomy", SMALL[0].dev, (SMALL[0].test[0], other)), SMALL[1]], tokens
+                [
+                    Subject("astronomy", SUBJECTS[0].dev, (SUBJECTS[0].test[0], changed_row)),
+                    SUBJECTS[1],
+                ],
+                tokenizer,
             )
         )
-    seen.add(
+    fingerprints.add(
         questions.fingerprint_questions(
-            [Subject("anatomy", SMALL[0].dev, SMALL[0].test), SMALL[1]], tokens
+            [Subject("anatomy", SUBJECTS[0].dev, SUBJECTS[0].test), SUBJECTS[1]], tokenizer
         )
     )
-    seen.add(
+    fingerprints.add(
         questions.fingerprint_questions(
-            [Subject("astronomy", SMALL[0].test, SMALL[0].dev), SMALL[1]], tokens
+            [Subject("astronomy", SUBJECTS[0].test, SUBJECTS[0].dev), SUBJECTS[1]], tokenizer
         )
     )
-    assert len(seen) == 11
-    assert questions.fingerprint_questions(list(SMALL), tokens) in seen
+    assert len(fingerprints) == 11
+    assert questions.fingerprint_questions(list(SUBJECTS), tokenizer) in fingerprints
 
 
-def test_an_answer_of_two_tokens_cannot_be_scored() -> None:
-    class Letters(WordHashTokenizer):
+def test_an_answer_of_two_tokens_is_refused() -> None:
+    class LetterTokenizer(WordHashTokenizer):
         def encode(self, texts: list[str]) -> list[list[int]]:
             return [[ord(letter) for letter in text] for text in texts]
 
-    with pytest.raises(RequestError) as caught:
-        questions.find_answer_tokens(Letters(512))
-    assert str(caught.value) == golden("tokenizer-made-the-answer-is-not")
+    with pytest.raises(RequestError) as error:
+        questions.find_answer_tokens(LetterTokenizer(512))
+    assert str(error.value) == golden("tokenizer-made-the-answer-is-not")
 
 
 # Tests with the real set are in tests/real/test_mmlu_data.py.

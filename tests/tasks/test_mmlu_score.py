@@ -10,7 +10,7 @@ from fixtures.golden import golden
 from steelyard.tasks import choices as score
 from steelyard.tasks.task import Breakdown, Differences, Selection, Tally
 
-COMMON = score.make_choice_outputs(
+NO_PASSES = score.make_choice_outputs(
     gold=[0, 1, 2, 3, 0, 1],
     subject_of=[0, 0, 1, 1, 1, 1],
     subjects=["one", "two"],
@@ -21,15 +21,15 @@ RANK_0 = {"items": [0, 3, 5], "best": [10, 99, 11], "choice": [0, 3, 1], "finite
 RANK_1 = {"items": [4, 1, 2], "best": [11, 11, 10], "choice": [1, 1, 0], "finite": [1, 0, 1]}
 
 
-def passes(found: score.ChoiceOutputs) -> dict[str, Any]:
+def dump_passes(outputs: score.ChoiceOutputs) -> dict[str, Any]:
     """Return the outputs of each pass as they are written to a record."""
-    table: dict[str, Any] = found.model_dump(mode="json")["passes"]
-    return table
+    passes_json: dict[str, Any] = outputs.model_dump(mode="json")["passes"]
+    return passes_json
 
 
 def test_ranks_merge_in_the_order_of_the_questions() -> None:
-    assert COMMON.gold == "ABCDAB"
-    found = score.merge_choice_answers(COMMON, "infer", [RANK_0, RANK_1])
+    assert NO_PASSES.gold == "ABCDAB"
+    outputs = score.merge_choice_answers(NO_PASSES, "infer", [RANK_0, RANK_1])
     answers = {
         "choices": "ABADBB",
         "hits": "110001",
@@ -38,38 +38,38 @@ def test_ranks_merge_in_the_order_of_the_questions() -> None:
         "argmax": "ABA*BB",
         "others": [99],
     }
-    assert passes(found) == {"infer": answers}
-    assert score.list_likeliest_tokens(found, "infer") == [10, 11, 10, 99, 11, 11]
-    assert score.merge_choice_answers(COMMON, "infer", [RANK_1, RANK_0]) == found
-    assert COMMON.passes == {}
-    both = score.merge_choice_answers(found, "val", [RANK_0])
-    assert passes(both)["infer"] == passes(found)["infer"]
+    assert dump_passes(outputs) == {"infer": answers}
+    assert score.list_likeliest_tokens(outputs, "infer") == [10, 11, 10, 99, 11, 11]
+    assert score.merge_choice_answers(NO_PASSES, "infer", [RANK_1, RANK_0]) == outputs
+    assert NO_PASSES.passes == {}
+    two_passes = score.merge_choice_answers(outputs, "val", [RANK_0])
+    assert dump_passes(two_passes)["infer"] == dump_passes(outputs)["infer"]
 
 
 def test_scores_by_hand() -> None:
-    found = score.merge_choice_answers(COMMON, "infer", [RANK_0, RANK_1])
-    assert score.score_choice_answers(found, "infer") == {
+    outputs = score.merge_choice_answers(NO_PASSES, "infer", [RANK_0, RANK_1])
+    assert score.score_choice_answers(outputs, "infer") == {
         "acc": 3 / 6,
         "se": pytest.approx((0.5 * 0.5 / 6) ** 0.5, rel=1e-15),
         "macro": (2 / 2 + 1 / 4) / 2,
         "choice": 4 / 6,
     }
-    assert score.compute_subject_accuracy(found, "infer") == {"one": 1.0, "two": 0.25}
-    [page] = score.make_choice_breakdowns(
+    assert score.compute_subject_accuracy(outputs, "infer") == {"one": 1.0, "two": 0.25}
+    [breakdown] = score.make_choice_breakdowns(
         score.merge_choice_answers(
-            found, "val", [{name: column[:1] for name, column in RANK_0.items()}]
+            outputs, "val", [{name: column[:1] for name, column in RANK_0.items()}]
         )
     )
-    assert page == Breakdown(
+    assert breakdown == Breakdown(
         ("Accuracy by subject", "各学科准确率"),
         (("Subject", "学科"), ("val", "val"), ("infer", "infer")),
         (("one", 1.0, 1.0), ("two", None, 0.25)),
     )
 
 
-def test_missing_answers_are_no_wrong_answers() -> None:
-    found = score.merge_choice_answers(
-        COMMON, "val", [RANK_0, {"items": [], "best": [], "choice": [], "finite": []}]
+def test_missing_answers_do_not_count_as_wrong() -> None:
+    outputs = score.merge_choice_answers(
+        NO_PASSES, "val", [RANK_0, {"items": [], "best": [], "choice": [], "finite": []}]
     )
     answers = {
         "choices": "A??D?B",
@@ -79,26 +79,26 @@ def test_missing_answers_are_no_wrong_answers() -> None:
         "argmax": "A??*?B",
         "others": [99],
     }
-    assert passes(found)["val"] == answers
-    assert score.list_likeliest_tokens(found, "val") == [10, None, None, 99, None, 11]
-    assert score.score_choice_answers(found, "val") == {
+    assert dump_passes(outputs)["val"] == answers
+    assert score.list_likeliest_tokens(outputs, "val") == [10, None, None, 99, None, 11]
+    assert score.score_choice_answers(outputs, "val") == {
         "acc": 2 / 3,
         "se": pytest.approx((2 / 3 * (1 / 3) / 3) ** 0.5, rel=1e-15),
         "macro": (1 / 1 + 1 / 2) / 2,
         "choice": 3 / 3,
     }
-    assert score.score_choice_answers(found, "infer") == {}
-    none = score.merge_choice_answers(COMMON, "val", [])
-    assert passes(none)["val"]["hits"] == "??????"
-    assert score.score_choice_answers(none, "val") == {}
-    assert score.tally_choice_answers(found, "val") == Tally(6, 3, 0, 0)
-    assert score.tally_choice_answers(none, "infer") is None
-    assert score.make_choice_breakdowns(none) == []
+    assert score.score_choice_answers(outputs, "infer") == {}
+    unanswered = score.merge_choice_answers(NO_PASSES, "val", [])
+    assert dump_passes(unanswered)["val"]["hits"] == "??????"
+    assert score.score_choice_answers(unanswered, "val") == {}
+    assert score.tally_choice_answers(outputs, "val") == Tally(6, 3, 0, 0)
+    assert score.tally_choice_answers(unanswered, "infer") is None
+    assert score.make_choice_breakdowns(unanswered) == []
 
 
 def test_repeated_answers_are_counted() -> None:
-    again = {"items": [5, 5, 4], "best": [12, 13, 10], "choice": [2, 3, 0], "finite": [0, 1, 0]}
-    found = score.merge_choice_answers(COMMON, "val", [RANK_0, again])
+    repeats = {"items": [5, 5, 4], "best": [12, 13, 10], "choice": [2, 3, 0], "finite": [0, 1, 0]}
+    outputs = score.merge_choice_answers(NO_PASSES, "val", [RANK_0, repeats])
     answers = {
         "choices": "A??DAD",
         "hits": "1??010",
@@ -107,76 +107,80 @@ def test_repeated_answers_are_counted() -> None:
         "argmax": "A??*AD",
         "others": [99],
     }
-    assert passes(found)["val"] == answers
+    assert dump_passes(outputs)["val"] == answers
 
 
-def test_agreement_is_over_what_both_answered() -> None:
-    found = score.merge_choice_answers(COMMON, "infer", [RANK_0, RANK_1])
-    assert score.measure_choice_agreement(found, "infer", "val") is None
-    other = {
+def test_agreement_is_over_questions_answered_in_both_passes() -> None:
+    outputs = score.merge_choice_answers(NO_PASSES, "infer", [RANK_0, RANK_1])
+    assert score.measure_choice_agreement(outputs, "infer", "val") is None
+    val_answers = {
         "items": [0, 1, 3, 4, 5],
         "best": [10, 11, 13, 12, 11],
         "choice": [0, 1, 3, 2, 1],
         "finite": [1] * 5,
     }
-    found = score.merge_choice_answers(found, "val", [other])
-    assert passes(found)["val"]["choices"] == "AB?DCB"
+    outputs = score.merge_choice_answers(outputs, "val", [val_answers])
+    assert dump_passes(outputs)["val"]["choices"] == "AB?DCB"
     assert (
-        score.measure_choice_agreement(found, "infer", "val")
-        == score.measure_choice_agreement(found, "val", "infer")
+        score.measure_choice_agreement(outputs, "infer", "val")
+        == score.measure_choice_agreement(outputs, "val", "infer")
         == 4 / 5
     )
-    none = score.merge_choice_answers(found, "val", [])
-    assert score.measure_choice_agreement(none, "infer", "val") is None
+    val_unanswered = score.merge_choice_answers(outputs, "val", [])
+    assert score.measure_choice_agreement(val_unanswered, "infer", "val") is None
 
 
-def test_differences_are_of_the_letters_that_both_chose() -> None:
-    one = score.merge_choice_answers(COMMON, "infer", [RANK_0, RANK_1])  # choices ABADBB
+def test_differences_are_over_questions_answered_in_both_records() -> None:
+    outputs = score.merge_choice_answers(NO_PASSES, "infer", [RANK_0, RANK_1])  # choices ABADBB
     # choices AD?DCB: five in common, B/D and B/C differ
-    other = {
+    other_answers = {
         "items": [0, 1, 3, 4, 5],
         "best": [10, 11, 13, 12, 11],
         "choice": [0, 3, 3, 2, 1],
         "finite": [1] * 5,
     }
-    theirs = score.merge_choice_answers(COMMON, "infer", [other])
+    other_outputs = score.merge_choice_answers(NO_PASSES, "infer", [other_answers])
     assert (
-        score.compare_choice_outputs(one, theirs, "infer")
-        == score.compare_choice_outputs(theirs, one, "infer")
+        score.compare_choice_outputs(outputs, other_outputs, "infer")
+        == score.compare_choice_outputs(other_outputs, outputs, "infer")
         == Differences(5, 2, tokens=2)
     )
-    assert score.compare_choice_outputs(one, one, "infer") == Differences(6, 0, tokens=0)
+    assert score.compare_choice_outputs(outputs, outputs, "infer") == Differences(6, 0, tokens=0)
     # outputs of version 1 have no argmax, so no tokens are compared
-    assert score.compare_choice_outputs(one, old(theirs), "infer") == Differences(5, 2)
-    assert score.compare_choice_outputs(one, theirs, "val") is None
+    assert score.compare_choice_outputs(
+        outputs, convert_to_version_1(other_outputs), "infer"
+    ) == Differences(5, 2)
+    assert score.compare_choice_outputs(outputs, other_outputs, "val") is None
     # outputs of other questions cannot be compared
     assert (
         score.compare_choice_outputs(
-            one, theirs.model_copy(update={"index": [0, 1, 2, 3, 4, 5]}), "infer"
+            outputs, other_outputs.model_copy(update={"index": [0, 1, 2, 3, 4, 5]}), "infer"
         )
         is None
     )
 
 
-def old(found: score.ChoiceOutputs) -> score.ChoiceOutputs:
+def convert_to_version_1(outputs: score.ChoiceOutputs) -> score.ChoiceOutputs:
     """Return the outputs as a record of version 1 has them: without a version and without the
     likeliest tokens.
     """
-    table = found.model_dump(mode="json")
-    del table["version"]
-    for answers in table["passes"].values():
+    dumped = outputs.model_dump(mode="json")
+    del dumped["version"]
+    for answers in dumped["passes"].values():
         del answers["argmax"], answers["others"]
-    made = score.ChoiceOutputs.model_validate(table)
-    assert made.model_dump(mode="json") == table  # version 1 is dumped without new fields
-    return made
+    version_1 = score.ChoiceOutputs.model_validate(dumped)
+    assert version_1.model_dump(mode="json") == dumped  # version 1 is dumped without new fields
+    return version_1
 
 
 def test_answers_of_version_1_stay_readable() -> None:
-    found = score.merge_choice_answers(COMMON, "infer", [RANK_0, RANK_1])
-    assert found.version == 2
-    before = old(found)
-    assert (before.version, score.list_likeliest_tokens(before, "infer")) == (None, None)
-    assert score.score_choice_answers(before, "infer") == score.score_choice_answers(found, "infer")
+    outputs = score.merge_choice_answers(NO_PASSES, "infer", [RANK_0, RANK_1])
+    assert outputs.version == 2
+    version_1 = convert_to_version_1(outputs)
+    assert (version_1.version, score.list_likeliest_tokens(version_1, "infer")) == (None, None)
+    assert score.score_choice_answers(version_1, "infer") == score.score_choice_answers(
+        outputs, "infer"
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,36 +197,42 @@ def test_answers_of_version_1_stay_readable() -> None:
         ({"argmax": "ABA*B?"}, "hits are not those of argmax"),
     ],
 )
-def test_tokens_that_are_not_those_of_the_hits_are_no_answers(
+def test_outputs_whose_tokens_contradict_their_hits_are_refused(
     change: dict[str, Any], line: str
 ) -> None:
-    table = score.merge_choice_answers(COMMON, "infer", [RANK_0, RANK_1]).model_dump(mode="json")
-    table["passes"]["infer"] |= change
+    dumped = score.merge_choice_answers(NO_PASSES, "infer", [RANK_0, RANK_1]).model_dump(
+        mode="json"
+    )
+    dumped["passes"]["infer"] |= change
     with pytest.raises(ValueError, match=line):
-        score.ChoiceOutputs.model_validate(table)
+        score.ChoiceOutputs.model_validate(dumped)
 
 
-def test_a_token_that_no_vocabulary_has_is_no_answer() -> None:
+def test_a_token_id_out_of_range_is_refused() -> None:
     for token in (-1, 1 << 31):
         with pytest.raises(ValueError, match="a token in best beyond 0 to 2147483647"):
-            score.check_choice_answers({**RANK_0, "best": [10, token, 11]}, COMMON)
+            score.check_choice_answers({**RANK_0, "best": [10, token, 11]}, NO_PASSES)
 
 
-def test_answers_are_those_of_the_scope_or_not() -> None:
-    assert score.explain_choice_mismatch(COMMON, Selection()) is None
-    assert score.explain_choice_mismatch(COMMON, Selection(subjects=("one", "two"))) is None
-    assert score.explain_choice_mismatch(COMMON, Selection(subjects=("one",))) == "subjects two"
+def test_outputs_are_compared_with_the_scope() -> None:
+    assert score.explain_choice_mismatch(NO_PASSES, Selection()) is None
+    assert score.explain_choice_mismatch(NO_PASSES, Selection(subjects=("one", "two"))) is None
+    assert score.explain_choice_mismatch(NO_PASSES, Selection(subjects=("one",))) == "subjects two"
     assert (
-        score.explain_choice_mismatch(COMMON, Selection(subjects=("one", "three", "two")))
+        score.explain_choice_mismatch(NO_PASSES, Selection(subjects=("one", "three", "two")))
         == "subjects three"
     )
     # a sample of six may hold no question of subject three
     assert (
-        score.explain_choice_mismatch(COMMON, Selection(subjects=("one", "three", "two"), sample=6))
+        score.explain_choice_mismatch(
+            NO_PASSES, Selection(subjects=("one", "three", "two"), sample=6)
+        )
         is None
     )
-    assert score.explain_choice_mismatch(COMMON, Selection(rows=("3", "5", "8-9", "11-12"))) is None
-    assert score.explain_choice_mismatch(COMMON, Selection(rows=("one/0-1", "two/0-3"))) is None
+    assert (
+        score.explain_choice_mismatch(NO_PASSES, Selection(rows=("3", "5", "8-9", "11-12"))) is None
+    )
+    assert score.explain_choice_mismatch(NO_PASSES, Selection(rows=("one/0-1", "two/0-3"))) is None
     for rows in (
         ("3", "5", "8-9", "11", "13"),
         ("3", "5", "8-9"),
@@ -230,6 +240,6 @@ def test_answers_are_those_of_the_scope_or_not() -> None:
         ("one/0-2", "two/0-2"),
         ("one/0-5",),
     ):
-        assert score.explain_choice_mismatch(COMMON, Selection(rows=rows)) == golden(
+        assert score.explain_choice_mismatch(NO_PASSES, Selection(rows=rows)) == golden(
             "6-questions-which-are-not-the"
         )

@@ -24,7 +24,7 @@ RUN = (
 )
 
 
-def test_the_example_is_short() -> None:
+def test_the_example_package_has_at_most_120_lines() -> None:
     lines = [
         line
         for path in PACKAGE.rglob("*")
@@ -37,16 +37,16 @@ def test_the_example_is_short() -> None:
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     """Yield a command line with the package quiz_task and a fake framework installed."""
-    one = Shell(tmp_path, (PACKAGE, PACKAGES / "fake_framework"))
-    yield one
-    one.clean()
+    command_line = Shell(tmp_path, (PACKAGE, PACKAGES / "fake_framework"))
+    yield command_line
+    command_line.clean()
 
 
-def test_the_example_has_all_that_mmlu_has(shell: Shell) -> None:
+def test_a_third_party_quiz_has_the_scores_and_breakdown_of_mmlu(shell: Shell) -> None:
     rows = shell.folder / "rows.txt"
     rows.write_text("0-9\n")
-    done = shell(*RUN, "--rows", rows, "--out", shell.out)
-    assert done.code == 0, done.err
+    result = shell(*RUN, "--rows", rows, "--out", shell.out)
+    assert result.code == 0, result.err
     (record,) = shell.records()
     assert (record["status"], record["case"]["name"], record["data"]["source"]) == (
         "valid",
@@ -59,20 +59,23 @@ def test_the_example_has_all_that_mmlu_has(shell: Shell) -> None:
         record["data"]["rows_in_scope"],
     ) == (3, 24, 10)
     outputs, metrics = record["outputs"], record["metrics"]
-    right = sum(
-        a == b for a, b in zip(outputs["passes"]["infer"]["choices"], outputs["gold"], strict=True)
+    right_count = sum(
+        choice == answer
+        for choice, answer in zip(
+            outputs["passes"]["infer"]["choices"], outputs["gold"], strict=True
+        )
     )
-    assert metrics["acc_choice"]["value"] == right / 10
+    assert metrics["acc_choice"]["value"] == right_count / 10
     assert {"acc", "acc_se", "acc_macro", "acc_val", "agreement"} <= set(metrics)
-    checked = shell("verify", shell.out)
-    assert (checked.code, checked.out.split()[0]) == (0, "ok")
+    verification = shell("verify", shell.out)
+    assert (verification.code, verification.out.split()[0]) == (0, "ok")
     page = shell("report", shell.out, "--format", "html")
     assert page.code == 0, page.err
     assert "Accuracy by subject" in page.out
 
 
 @pytest.mark.full
-def test_its_own_data(shell: Shell) -> None:
+def test_a_third_party_quiz_checks_its_data_file(shell: Shell) -> None:
     path = shell.folder / "quiz.jsonl"
     row = {"subject": "lakes", "question": "Which?", "choices": ["a", "b", "c", "d"], "answer": "B"}
     for lines, refusal in (
@@ -83,6 +86,6 @@ def test_its_own_data(shell: Shell) -> None:
         ([row, row, row], "no tokenizer found"),
     ):
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        done = shell(*RUN, "--data", path, "--out", shell.out)
-        assert (done.code, len(done.lines)) == (2, 1), done.err
-        assert refusal in done.err
+        result = shell(*RUN, "--data", path, "--out", shell.out)
+        assert (result.code, len(result.lines)) == (2, 1), result.err
+        assert refusal in result.err

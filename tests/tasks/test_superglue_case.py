@@ -9,33 +9,33 @@ from typing import Any
 import pytest
 
 from fixtures.commands import SRC, Shell
-from fixtures.real_runs import sound
-from fixtures.records import sentence
+from fixtures.real_runs import is_sound
+from fixtures.records import format_sentence
 
 CASE = "glm-large-record"
 RUN = ("run", CASE, "--size", "smoke", "--accelerator", "cpu")
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
+def read_records(folder: Path) -> list[dict[str, Any]]:
     """Return the records of a folder in the order of their file names."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
-def ran(shell: Shell, *more: str | Path, code: int = 0) -> dict[str, Any]:
+def run_and_read_record(shell: Shell, *arguments: str | Path, code: int = 0) -> dict[str, Any]:
     """Run a command that must end with exit status `code` and return the last record it wrote."""
-    done = shell(*more, "--out", shell.out)
-    assert done.code == code, done.err
-    return records(shell.out)[-1]
+    result = shell(*arguments, "--out", shell.out)
+    assert result.code == code, result.err
+    return read_records(shell.out)[-1]
 
 
 @pytest.fixture(scope="module")
 def reached(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Return the record of a run that stopped at its target, by division."""
-    out = {}
+    records_by_division = {}
     for division in ("closed", "open"):
         shell = Shell(tmp_path_factory.mktemp(division))
-        out[division] = ran(shell, *RUN, "--division", division)
-    return out
+        records_by_division[division] = run_and_read_record(shell, *RUN, "--division", division)
+    return records_by_division
 
 
 @pytest.mark.full
@@ -45,7 +45,7 @@ def test_the_target_is_reached_from_scratch(
 ) -> None:
     record = reached[division]
     assert (record["status"], record["reasons"]) == ("valid", [])
-    values = {name: one["value"] for name, one in record["metrics"].items()}
+    values = {name: metric["value"] for name, metric in record["metrics"].items()}
     assert values["acc"] >= 0.9 > 0.6 > values["acc_before"]
     assert record["quality"] == {
         "metric": "acc",
@@ -66,79 +66,92 @@ def test_the_target_is_reached_from_scratch(
 
 @pytest.mark.full
 @pytest.mark.parametrize("division", ["closed", "open"])
-def test_it_stops_where_the_target_is_reached_and_not_before(
+def test_training_stops_at_the_first_evaluation_that_reaches_the_target(
     reached: dict[str, dict[str, Any]], division: str
 ) -> None:
     record = reached[division]
-    found = record["outputs"]["passes"]["train"]
-    right = record["outputs"]["right"]
-    shares = [
-        sum(choice in right[item] for item, choice in one["choices"]) / 96
-        for one in found["evaluations"]
+    train_pass = record["outputs"]["passes"]["train"]
+    right_candidates = record["outputs"]["right"]
+    accuracies = [
+        sum(choice in right_candidates[item] for item, choice in evaluation["choices"]) / 96
+        for evaluation in train_pass["evaluations"]
     ]
-    assert all(share < 0.9 for share in shares[:-1])
-    assert shares[-1] >= 0.9
-    steps = [one["step"] for one in found["evaluations"]]
+    assert all(accuracy < 0.9 for accuracy in accuracies[:-1])
+    assert accuracies[-1] >= 0.9
+    steps = [evaluation["step"] for evaluation in train_pass["evaluations"]]
     assert steps == [25 * (i + 1) for i in range(len(steps))]  # an epoch: 800 samples / 32
-    assert [one["samples"] for one in found["evaluations"]] == [32 * step for step in steps]
-    assert found["stopped"] == {"step": steps[-1], "why": "target"}
-    trained = [s for s in record["samples"] if s["pass"] == "train" and s["counts"]]
+    assert [evaluation["samples"] for evaluation in train_pass["evaluations"]] == [
+        32 * step for step in steps
+    ]
+    assert train_pass["stopped"] == {"step": steps[-1], "why": "target"}
+    trained = [
+        sample for sample in record["samples"] if sample["pass"] == "train" and sample["counts"]
+    ]
     assert len(trained) == steps[-1] < 300
-    assert sum(s["counts"]["samples"] for s in trained) == 32 * steps[-1]
-    apart = [s for s in record["samples"] if s["pass"] == "train" and not s["counts"]]
-    assert {tuple(s["phases"]) for s in apart} == {("evaluate",)}
+    assert sum(sample["counts"]["samples"] for sample in trained) == 32 * steps[-1]
+    without_counts = [
+        sample for sample in record["samples"] if sample["pass"] == "train" and not sample["counts"]
+    ]
+    assert {tuple(sample["phases"]) for sample in without_counts} == {("evaluate",)}
 
 
 @pytest.mark.full
-def test_the_page_shows_the_way_to_the_target(
-    shell: Shell, reached: dict[str, dict[str, Any]]
-) -> None:
+def test_the_report_lists_the_evaluations(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
     path = shell.folder / "one.json"
     path.write_text(json.dumps(reached["open"], separators=(",", ":"), ensure_ascii=False) + "\n")
-    done = shell("report", path, "--full")
-    assert done.code == 0, done.err
-    lines = [line.split() for line in done.out.splitlines()]
-    begin = next(i for i, line in enumerate(lines) if line == ["Evaluations"])
-    found = [line for line in lines[begin:] if len(line) == 3 and line[2].endswith("%")]
+    result = shell("report", path, "--full")
+    assert result.code == 0, result.err
+    lines = [line.split() for line in result.out.splitlines()]
+    heading = next(i for i, line in enumerate(lines) if line == ["Evaluations"])
+    evaluation_rows = [line for line in lines[heading:] if len(line) == 3 and line[2].endswith("%")]
     acc = f"{reached['open']['metrics']['acc']['value']:.1%}"
-    assert found[0][:2] == ["0", "0"]
-    assert found[1][:2] == ["25", "800"]
-    assert found[-1][2] == acc
+    assert evaluation_rows[0][:2] == ["0", "0"]
+    assert evaluation_rows[1][:2] == ["25", "800"]
+    assert evaluation_rows[-1][2] == acc
     # the note on how the published MFU was counted, 8 times over the two tables
-    assert done.out.count("nominal, one sequence a sample") == 8
+    assert result.out.count("nominal, one sequence a sample") == 8
 
 
 @pytest.mark.full
-def test_open_computes_less_of_the_same(reached: dict[str, dict[str, Any]]) -> None:
-    tokens = {}
+def test_division_open_computes_fewer_tokens_per_sample(reached: dict[str, dict[str, Any]]) -> None:
+    tokens_per_sample = {}
     for division, record in reached.items():
-        trained = [s["counts"] for s in record["samples"] if s["pass"] == "train" and s["counts"]]
-        tokens[division] = sum(one["tokens"] for one in trained) / sum(
-            one["samples"] for one in trained
+        step_counts = [
+            sample["counts"]
+            for sample in record["samples"]
+            if sample["pass"] == "train" and sample["counts"]
+        ]
+        tokens_per_sample[division] = sum(counts["tokens"] for counts in step_counts) / sum(
+            counts["samples"] for counts in step_counts
         )
-        assert sum(one["padded"] for one in trained) == 0
-    assert tokens["closed"] > 2.5 * tokens["open"]
+        assert sum(counts["padded"] for counts in step_counts) == 0
+    assert tokens_per_sample["closed"] > 2.5 * tokens_per_sample["open"]
     assert reached["closed"]["case"]["key"] != reached["open"]["case"]["key"]
 
 
 @pytest.mark.full
-def test_two_devices(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
+def test_two_devices_answer_like_one_before_training(
+    shell: Shell, reached: dict[str, dict[str, Any]]
+) -> None:
     """Before training, and so before dropout, two devices choose the same candidates as one; after
     it every question is answered once.
     """
-    record = ran(shell, *RUN, "--devices", "2")
+    record = run_and_read_record(shell, *RUN, "--devices", "2")
     assert (record["status"], record["plan"]["dp"]) == ("valid", 2)
-    one, two = (
-        r["outputs"]["passes"]["before"]["evaluations"][0] for r in (reached["closed"], record)
+    one_device, two_devices = (
+        run_record["outputs"]["passes"]["before"]["evaluations"][0]
+        for run_record in (reached["closed"], record)
     )
-    assert one["choices"] == two["choices"]
+    assert one_device["choices"] == two_devices["choices"]
     assert [
         item for item, _ in record["outputs"]["passes"]["train"]["evaluations"][-1]["choices"]
     ] == list(range(96))
-    halves = [
-        s["counts"]["samples"] for s in record["samples"] if s["pass"] == "train" and s["counts"]
+    samples_per_device = [
+        sample["counts"]["samples"]
+        for sample in record["samples"]
+        if sample["pass"] == "train" and sample["counts"]
     ]
-    assert set(halves) == {16}
+    assert set(samples_per_device) == {16}
 
 
 @pytest.fixture
@@ -157,8 +170,8 @@ def hard(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_a_target_that_is_not_reached(shell: Shell, hard: Path) -> None:
-    record = ran(
+def test_a_target_that_is_not_reached_makes_a_record_invalid(shell: Shell, hard: Path) -> None:
+    record = run_and_read_record(
         shell, "run", hard, "--size", "smoke", "--accelerator", "cpu", "--division", "open", code=1
     )
     assert record["status"] == "invalid"
@@ -167,57 +180,66 @@ def test_a_target_that_is_not_reached(shell: Shell, hard: Path) -> None:
     assert reason["text"]["code"] == "check.gate_reach.bad"
     assert 0 < reason["text"]["values"]["value"] < reason["text"]["values"]["target"]
     # evaluated after the epoch of 25 steps and at the last of 30 steps
-    assert [one["step"] for one in record["outputs"]["passes"]["train"]["evaluations"]] == [25, 30]
+    assert [
+        evaluation["step"] for evaluation in record["outputs"]["passes"]["train"]["evaluations"]
+    ] == [25, 30]
     assert shell("verify", next(shell.out.glob("*.json"))).code == 0
 
 
 @pytest.mark.full
-def test_it_goes_on_with_the_same_losses_and_dropout(
+def test_a_resumed_run_has_the_losses_of_an_unbroken_one(
     shell: Shell, reached: dict[str, dict[str, Any]]
 ) -> None:
-    ran(shell, *RUN, "--division", "open", "--steps", "40", "--checkpoint-every", "30")
+    run_and_read_record(
+        shell, *RUN, "--division", "open", "--steps", "40", "--checkpoint-every", "30"
+    )
     path = next(shell.out.glob("*.json"))
-    record = ran(shell, *RUN, "--division", "open", "--resume", path)
+    record = run_and_read_record(shell, *RUN, "--division", "open", "--resume", path)
     assert record["restarts"][0]["step"] == 30
     assert record["metrics"]["acc"] == reached["open"]["metrics"]["acc"]
     assert record["metrics"]["acc_before"] == reached["open"]["metrics"]["acc_before"]
-    for one, other in zip(
+    for resumed, unbroken in zip(
         reversed(record["samples"]), reversed(reached["open"]["samples"]), strict=False
     ):
-        assert one["values"].get("loss") == other["values"].get("loss")
-        if one["step"] == 0:
+        assert resumed["values"].get("loss") == unbroken["values"].get("loss")
+        if resumed["step"] == 0:
             break
 
 
 @pytest.mark.full
-def test_a_run_that_reached_its_target_has_nothing_left_to_do(shell: Shell) -> None:
-    ran(shell, *RUN, "--division", "open", "--checkpoint-every", "25")
+def test_a_run_that_reached_its_target_cannot_be_resumed(shell: Shell) -> None:
+    run_and_read_record(shell, *RUN, "--division", "open", "--checkpoint-every", "25")
     [path] = shell.out.glob("*.json")
     for source in (path, next((shell.out / "checkpoints").iterdir())):
-        done = shell(
+        result = shell(
             *RUN, "--division", "open", "--resume", source, "--out", shell.folder / "again"
         )
-        assert (done.code, "reached" in done.lines[-1]) == (2, True)
+        assert (result.code, "reached" in result.lines[-1]) == (2, True)
 
 
 @pytest.mark.full
-def test_a_target_that_is_met_before_the_first_step_is_looked_at_where_it_is_due(
+def test_a_target_met_before_training_stops_at_the_first_due_evaluation(
     shell: Shell,
 ) -> None:
-    record = ran(shell, *RUN, "--division", "open", "--set=gate.reach=0.2")
+    record = run_and_read_record(shell, *RUN, "--division", "open", "--set=gate.reach=0.2")
     assert record["metrics"]["acc_before"]["value"] > 0.2
-    found = record["outputs"]["passes"]["train"]
-    assert (found["stopped"], len(found["evaluations"])) == ({"step": 25, "why": "target"}, 1)
+    train_pass = record["outputs"]["passes"]["train"]
+    assert (train_pass["stopped"], len(train_pass["evaluations"])) == (
+        {"step": 25, "why": "target"},
+        1,
+    )
     assert record["metrics"]["acc"]["value"] >= 0.2
 
 
 @pytest.mark.full
 def test_a_device_without_a_sample_waits_for_the_others(shell: Shell) -> None:
-    record = ran(
+    record = run_and_read_record(
         shell, *RUN, "--sample", "1", "--devices", "2", "--steps", "2", "--passes", "train"
     )
     assert record["status"] == "valid"
-    counts = [s["counts"]["samples"] for s in record["samples"] if s["pass"] == "train"]
+    counts = [
+        sample["counts"]["samples"] for sample in record["samples"] if sample["pass"] == "train"
+    ]
     assert sorted(counts) == [0, 0, 1, 1]
     assert record["metrics"]["acc"]["note"] == {
         "code": "metric.not_evaluated",
@@ -226,30 +248,41 @@ def test_a_device_without_a_sample_waits_for_the_others(shell: Shell) -> None:
 
 
 @pytest.mark.full
-def test_the_published_way_gives_the_same_answers(
+def test_the_reference_engine_gives_the_answers_of_the_torch_engine(
     shell: Shell, reached: dict[str, dict[str, Any]]
 ) -> None:
-    record = ran(
+    record = run_and_read_record(
         shell, *RUN, "--engine", "reference", "--steps", "2", "--set=question.model.dropout=0"
     )
-    beside = Shell(shell.folder / "beside")
-    beside.folder.mkdir()
-    other = ran(beside, *RUN, "--steps", "2", "--set=question.model.dropout=0")
-    for one, two in zip(record["samples"], other["samples"], strict=False):
+    torch_shell = Shell(shell.folder / "beside")
+    torch_shell.folder.mkdir()
+    torch_record = run_and_read_record(
+        torch_shell, *RUN, "--steps", "2", "--set=question.model.dropout=0"
+    )
+    for reference_sample, torch_sample in zip(
+        record["samples"], torch_record["samples"], strict=False
+    ):
         for name in ("loss", "grad_norm"):
-            if name in one["values"]:
-                assert one["values"][name] == pytest.approx(two["values"][name], rel=1e-4)
+            if name in reference_sample["values"]:
+                assert reference_sample["values"][name] == pytest.approx(
+                    torch_sample["values"][name], rel=1e-4
+                )
     assert record["metrics"]["padded_share"]["value"] > 0.4
-    assert other["metrics"]["padded_share"]["value"] == 0.0
+    assert torch_record["metrics"]["padded_share"]["value"] == 0.0
     choices = [
-        r["outputs"]["passes"]["before"]["evaluations"][0]["choices"] for r in (record, other)
+        run_record["outputs"]["passes"]["before"]["evaluations"][0]["choices"]
+        for run_record in (record, torch_record)
     ]
     assert choices[0] == choices[1]
-    trained = [
-        [s["counts"]["tokens"] for s in r["samples"] if s["pass"] == "train"]
-        for r in (record, other)
+    token_counts = [
+        [
+            sample["counts"]["tokens"]
+            for sample in run_record["samples"]
+            if sample["pass"] == "train"
+        ]
+        for run_record in (record, torch_record)
     ]
-    assert trained[0] == trained[1]  # padding does not count as tokens
+    assert token_counts[0] == token_counts[1]  # padding does not count as tokens
 
 
 @pytest.mark.full
@@ -263,11 +296,11 @@ def test_real_rows_are_evaluated(shell: Shell, data_dir: Path, tmp_path: Path) -
         (folder / f"{name}.jsonl").write_bytes(
             (data_dir / "record" / f"{source}.jsonl").read_bytes()
         )
-    small = [
+    model_settings = [
         f"--set=question.model.{key}" for key in ("layers=2", "hidden=64", "heads=4", "ffn=128")
     ]
-    words = data_dir / "tokenizers" / "bert-large-uncased"
-    more = (
+    vocabulary = data_dir / "tokenizers" / "bert-large-uncased"
+    options = (
         "--precision",
         "fp32",
         "--steps",
@@ -286,16 +319,16 @@ def test_real_rows_are_evaluated(shell: Shell, data_dir: Path, tmp_path: Path) -
         "--data",
         folder,
         "--tokenizer",
-        words,
-        *more,
-        *small,
+        vocabulary,
+        *options,
+        *model_settings,
         "--out",
         shell.out,
     )
-    (record,) = records(shell.out)
-    assert sound(record), record["reasons"]
+    (record,) = read_records(shell.out)
+    assert is_sound(record), record["reasons"]
     assert record["quality"]["evaluated"] is False
-    assert "the weights are random" in sentence(record["quality"]["note"])
+    assert "the weights are random" in format_sentence(record["quality"]["note"])
     choices = record["outputs"]["passes"]["before"]["evaluations"][0]["choices"]
     assert [item for item, _ in choices] == list(range(32))
     assert 0 <= record["metrics"]["acc_before"]["value"] < 0.6
@@ -319,8 +352,10 @@ def test_real_rows_are_evaluated(shell: Shell, data_dir: Path, tmp_path: Path) -
         (("--set=question.data.made.entities=40",), "allowed: 2 to 12"),
     ],
 )
-def test_what_a_glm_cannot_do_gets_one_line(shell: Shell, more: tuple[str, ...], said: str) -> None:
-    done = shell(*RUN, *more, "--out", shell.out)
-    assert (done.code, done.out) == (2, "")
-    assert said in done.lines[-1]
+def test_options_that_glm_does_not_support_are_refused_in_one_line(
+    shell: Shell, more: tuple[str, ...], said: str
+) -> None:
+    result = shell(*RUN, *more, "--out", shell.out)
+    assert (result.code, result.out) == (2, "")
+    assert said in result.lines[-1]
     assert not shell.out.exists() or not list(shell.out.iterdir())

@@ -10,26 +10,28 @@ from steelyard.tasks.superglue_record.task import TASK
 from steelyard.tasks.task import Breakdown, Differences, Tally
 
 
-def asked(texts: str, answers: str, right: tuple[int, ...]) -> ClozeSample:
+def make_sample(texts: str, answers: str, right: tuple[int, ...]) -> ClozeSample:
     """Return a cloze sample with candidates and answers separated by `|` and the positions of the
     right candidates.
     """
-    every = tuple(texts.split("|"))
+    candidates = tuple(texts.split("|"))
     return ClozeSample(
-        (1, 2, 3), 1, ((7,),) * len(every), right, every, tuple(answers.split("|")), "1-1"
+        (1, 2, 3), 1, ((7,),) * len(candidates), right, candidates, tuple(answers.split("|")), "1-1"
     )
 
 
-HELD = [
-    asked("Bob Ray|the U.S.|Ray", "Ray|Bob Ray", (0, 2)),
-    asked("a New York Times|York|The Bronx", "New York", ()),
-    asked("one|two", "two", (1,)),
-    asked("x|y|z", "x", (0,)),
+HELD_OUT = [
+    make_sample("Bob Ray|the U.S.|Ray", "Ray|Bob Ray", (0, 2)),
+    make_sample("a New York Times|York|The Bronx", "New York", ()),
+    make_sample("one|two", "two", (1,)),
+    make_sample("x|y|z", "x", (0,)),
 ]
-COMMON = score.make_cloze_outputs(HELD)
+NO_PASSES = score.make_cloze_outputs(HELD_OUT)
 
 
-def evaluation(step: int, *choices: tuple[int, int], samples: int | None = None) -> dict[str, Any]:
+def make_evaluation(
+    step: int, *choices: tuple[int, int], samples: int | None = None
+) -> dict[str, Any]:
     """Return one evaluation as an engine reports it: its step, the samples trained on (8 per step
     unless given), and (question, candidate) pairs.
     """
@@ -42,19 +44,19 @@ def evaluation(step: int, *choices: tuple[int, int], samples: int | None = None)
 
 RANK_0 = {
     "stopped": None,
-    "evaluations": [evaluation(0, (3, 1), (0, 1)), evaluation(5, (3, 0), (0, 2))],
+    "evaluations": [make_evaluation(0, (3, 1), (0, 1)), make_evaluation(5, (3, 0), (0, 2))],
 }
 RANK_1 = {
     "stopped": None,
-    "evaluations": [evaluation(0, (1, 2), (2, 1)), evaluation(5, (1, 0), (2, 0))],
+    "evaluations": [make_evaluation(0, (1, 2), (2, 1)), make_evaluation(5, (1, 0), (2, 0))],
 }
-WHOLE = score.merge_cloze_outputs(COMMON, "train", [RANK_0, RANK_1])
+ONE_PASS = score.merge_cloze_outputs(NO_PASSES, "train", [RANK_0, RANK_1])
 
 
-def passes(found: score.ClozeOutputs) -> dict[str, Any]:
+def dump_passes(outputs: score.ClozeOutputs) -> dict[str, Any]:
     """Return the outputs of each pass as they are written to a record."""
-    table: dict[str, Any] = found.model_dump(mode="json")["passes"]
-    return table
+    passes_json: dict[str, Any] = outputs.model_dump(mode="json")["passes"]
+    return passes_json
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,9 @@ def passes(found: score.ClozeOutputs) -> dict[str, Any]:
         ("“Ray”", "Ray", 0, 0.0),  # only ASCII punctuation is removed
     ],
 )
-def test_texts_are_compared_as_record_does(text: str, answer: str, em: int, f1: float) -> None:
+def test_exact_match_and_f1_follow_the_record_evaluation_script(
+    text: str, answer: str, em: int, f1: float
+) -> None:
     assert score.match_exactly(text, answer) == em
     assert (
         score.compute_f1(text, answer)
@@ -83,8 +87,8 @@ def test_texts_are_compared_as_record_does(text: str, answer: str, em: int, f1: 
     )
 
 
-def test_each_candidate_has_its_best_over_the_answers() -> None:
-    assert COMMON.model_dump(mode="json") == {
+def test_a_candidate_has_its_best_score_over_the_answers() -> None:
+    assert NO_PASSES.model_dump(mode="json") == {
         "items": 4,
         "right": [[0, 2], [], [1], [0]],
         "em": [[1, 0, 1], [0, 0, 0], [0, 1], [1, 0, 0]],
@@ -94,7 +98,7 @@ def test_each_candidate_has_its_best_over_the_answers() -> None:
 
 
 def test_ranks_merge_in_the_order_of_the_questions() -> None:
-    assert passes(WHOLE) == {
+    assert dump_passes(ONE_PASS) == {
         "train": {
             "evaluations": [
                 {
@@ -113,27 +117,29 @@ def test_ranks_merge_in_the_order_of_the_questions() -> None:
             "stopped": None,
         }
     }
-    assert score.merge_cloze_outputs(COMMON, "train", [RANK_1, RANK_0]) == WHOLE
-    assert COMMON.passes == {}
-    after = score.merge_cloze_outputs(WHOLE, "after", [{"evaluations": [evaluation(5, (2, 1))]}])
-    assert passes(after)["train"] == passes(WHOLE)["train"]
-    assert passes(after)["after"] == {
+    assert score.merge_cloze_outputs(NO_PASSES, "train", [RANK_1, RANK_0]) == ONE_PASS
+    assert NO_PASSES.passes == {}
+    two_passes = score.merge_cloze_outputs(
+        ONE_PASS, "after", [{"evaluations": [make_evaluation(5, (2, 1))]}]
+    )
+    assert dump_passes(two_passes)["train"] == dump_passes(ONE_PASS)["train"]
+    assert dump_passes(two_passes)["after"] == {
         "evaluations": [{"step": 5, "samples": 40, "choices": [[2, 1]], "repeated": 0}]
     }
 
 
-def test_scores_by_hand_are_of_the_last_evaluation() -> None:
-    assert score.score_cloze_outputs(WHOLE, "train") == {
+def test_scores_of_the_last_evaluation_by_hand() -> None:
+    assert score.score_cloze_outputs(ONE_PASS, "train") == {
         "acc": 2 / 4,
         "em": 2 / 4,
         "f1": pytest.approx((1 + 0.8 + 0 + 1) / 4, rel=1e-12),
         "se": (0.5 * 0.5 / 4) ** 0.5,
     }
-    assert score.list_accuracies(WHOLE, "train") == [(0, 0, 1 / 4), (5, 40, 2 / 4)]
-    assert score.tally_cloze_answers(WHOLE, "train") == Tally(4, 0, 0, 0)
+    assert score.list_accuracies(ONE_PASS, "train") == [(0, 0, 1 / 4), (5, 40, 2 / 4)]
+    assert score.tally_cloze_answers(ONE_PASS, "train") == Tally(4, 0, 0, 0)
     assert TASK.agreement is None
     assert score.make_cloze_breakdowns(
-        score.merge_cloze_outputs(WHOLE, "after", [{"evaluations": [evaluation(6)]}])
+        score.merge_cloze_outputs(ONE_PASS, "after", [{"evaluations": [make_evaluation(6)]}])
     ) == [
         Breakdown(
             ("Evaluations", "评估过程"),
@@ -143,79 +149,86 @@ def test_scores_by_hand_are_of_the_last_evaluation() -> None:
     ]
 
 
-def test_a_missing_answer_is_no_wrong_answer() -> None:
-    found = score.merge_cloze_outputs(COMMON, "train", [RANK_0])
-    assert score.score_cloze_outputs(found, "train") == {
+def test_a_missing_answer_does_not_count_as_wrong() -> None:
+    outputs = score.merge_cloze_outputs(NO_PASSES, "train", [RANK_0])
+    assert score.score_cloze_outputs(outputs, "train") == {
         "acc": 1.0,
         "em": 1.0,
         "f1": 1.0,
         "se": 0.0,
     }
-    assert [acc for *_, acc in score.list_accuracies(found, "train")] == [0.0, 1.0]
-    assert score.tally_cloze_answers(found, "train") == Tally(4, 2, 0, 0)
+    assert [acc for *_, acc in score.list_accuracies(outputs, "train")] == [0.0, 1.0]
+    assert score.tally_cloze_answers(outputs, "train") == Tally(4, 2, 0, 0)
 
 
 def test_an_evaluation_that_one_rank_lacks_is_not_lost() -> None:
-    short = {**RANK_1, "evaluations": RANK_1["evaluations"][:1]}
-    found = score.merge_cloze_outputs(COMMON, "train", [short, RANK_0])
-    assert [one["choices"] for one in passes(found)["train"]["evaluations"]] == [
+    one_evaluation = {**RANK_1, "evaluations": RANK_1["evaluations"][:1]}
+    outputs = score.merge_cloze_outputs(NO_PASSES, "train", [one_evaluation, RANK_0])
+    assert [
+        evaluation_json["choices"]
+        for evaluation_json in dump_passes(outputs)["train"]["evaluations"]
+    ] == [
         [[0, 1], [1, 2], [2, 1], [3, 1]],
         [[0, 2], [3, 0]],
     ]
-    assert score.tally_cloze_answers(found, "train") == Tally(4, 2, 0, 0)
+    assert score.tally_cloze_answers(outputs, "train") == Tally(4, 2, 0, 0)
 
 
-def test_scores_that_are_not_finite_are_no_hits() -> None:
-    found = score.merge_cloze_outputs(
-        COMMON, "before", [{"evaluations": [evaluation(0, (0, -1), (1, -1), (2, 1), (3, 1))]}]
+def test_scores_that_are_not_finite_count_as_wrong() -> None:
+    outputs = score.merge_cloze_outputs(
+        NO_PASSES,
+        "before",
+        [{"evaluations": [make_evaluation(0, (0, -1), (1, -1), (2, 1), (3, 1))]}],
     )
-    assert score.score_cloze_outputs(found, "before") == {
+    assert score.score_cloze_outputs(outputs, "before") == {
         "acc": 1 / 4,
         "em": 1 / 4,
         "f1": 1 / 4,
         "se": pytest.approx((0.25 * 0.75 / 4) ** 0.5, rel=1e-15),
     }
-    assert score.tally_cloze_answers(found, "before") == Tally(4, 0, 0, 2)
+    assert score.tally_cloze_answers(outputs, "before") == Tally(4, 0, 0, 2)
 
 
-def test_repeated_answers_are_counted_and_the_last_one_stands() -> None:
-    again = {"evaluations": [evaluation(0, (2, 1), (2, 0), (3, 2))]}
-    found = score.merge_cloze_outputs(
-        COMMON, "after", [{"evaluations": [evaluation(0, (3, 0))]}, again]
+def test_repeated_answers_are_counted_and_the_last_one_counts() -> None:
+    repeats = {"evaluations": [make_evaluation(0, (2, 1), (2, 0), (3, 2))]}
+    outputs = score.merge_cloze_outputs(
+        NO_PASSES, "after", [{"evaluations": [make_evaluation(0, (3, 0))]}, repeats]
     )
-    assert passes(found)["after"]["evaluations"][0]["choices"] == [[2, 0], [3, 2]]
-    assert score.tally_cloze_answers(found, "after") == Tally(4, 2, 2, 0)
+    assert dump_passes(outputs)["after"]["evaluations"][0]["choices"] == [[2, 0], [3, 2]]
+    assert score.tally_cloze_answers(outputs, "after") == Tally(4, 2, 2, 0)
 
 
 @pytest.mark.parametrize(
     "found",
     [
         score.make_cloze_outputs([]),
-        COMMON,
-        score.merge_cloze_outputs(COMMON, "train", []),
-        score.merge_cloze_outputs(COMMON, "train", [{"stopped": None, "evaluations": []}]),
+        NO_PASSES,
+        score.merge_cloze_outputs(NO_PASSES, "train", []),
+        score.merge_cloze_outputs(NO_PASSES, "train", [{"stopped": None, "evaluations": []}]),
     ],
 )
-def test_no_evaluation_is_no_score(found: score.ClozeOutputs) -> None:
+def test_a_pass_without_evaluations_has_no_score(found: score.ClozeOutputs) -> None:
     assert score.score_cloze_outputs(found, "train") == {}
     assert score.list_accuracies(found, "train") == []
     assert score.tally_cloze_answers(found, "train") is None
     assert score.make_cloze_breakdowns(found) == []
 
 
-def test_an_evaluation_without_answers_is_no_score() -> None:
-    found = score.merge_cloze_outputs(
-        COMMON, "train", [{"stopped": None, "evaluations": [evaluation(3)]}]
+def test_an_evaluation_without_answers_has_no_score() -> None:
+    outputs = score.merge_cloze_outputs(
+        NO_PASSES, "train", [{"stopped": None, "evaluations": [make_evaluation(3)]}]
     )
-    assert score.score_cloze_outputs(found, "train") == {}
-    assert score.list_accuracies(found, "train") == [(3, 24, None)]
-    assert score.tally_cloze_answers(found, "train") == Tally(4, 4, 0, 0)
+    assert score.score_cloze_outputs(outputs, "train") == {}
+    assert score.list_accuracies(outputs, "train") == [(3, 24, None)]
+    assert score.tally_cloze_answers(outputs, "train") == Tally(4, 4, 0, 0)
 
 
-def test_the_earliest_stop_stands() -> None:
+def test_the_earliest_stop_of_all_ranks_is_recorded() -> None:
     stops = [None, {"step": 9, "why": "nan"}, {"step": 7, "why": "target"}]
-    tables = [{"stopped": stopped, "evaluations": []} for stopped in stops]
-    assert passes(score.merge_cloze_outputs(COMMON, "train", tables))["train"]["stopped"] == {
+    rank_outputs = [{"stopped": stop, "evaluations": []} for stop in stops]
+    assert dump_passes(score.merge_cloze_outputs(NO_PASSES, "train", rank_outputs))["train"][
+        "stopped"
+    ] == {
         "step": 7,
         "why": "target",
     }
@@ -226,52 +239,56 @@ def test_the_earliest_stop_stands() -> None:
     [
         RANK_0,
         {"stopped": {"step": 5, "why": "target", "value": 0.9}, "evaluations": []},
-        {"evaluations": [evaluation(0, (0, -1), (1, 2))]},
-        {"evaluations": [evaluation(0)]},
+        {"evaluations": [make_evaluation(0, (0, -1), (1, 2))]},
+        {"evaluations": [make_evaluation(0)]},
     ],
 )
-def test_good_outputs_pass_as_they_are(table: dict[str, Any]) -> None:
-    found = score.check_cloze_outputs(table, COMMON)
-    assert found == table
-    assert found["evaluations"] is not table["evaluations"]
+def test_valid_outputs_are_copied_unchanged(table: dict[str, Any]) -> None:
+    checked = score.check_cloze_outputs(table, NO_PASSES)
+    assert checked == table
+    assert checked["evaluations"] is not table["evaluations"]
 
 
 def test_pairs_may_be_tuples_and_become_lists() -> None:
-    table = {"evaluations": [{"step": 0, "samples": 0, "choices": [(0, 1)]}]}
-    assert score.check_cloze_outputs(table, COMMON)["evaluations"][0]["choices"] == [[0, 1]]
+    rank_outputs = {"evaluations": [{"step": 0, "samples": 0, "choices": [(0, 1)]}]}
+    assert score.check_cloze_outputs(rank_outputs, NO_PASSES)["evaluations"][0]["choices"] == [
+        [0, 1]
+    ]
 
 
-KINDS = (
+MUST_BE_PASS_OUTPUTS = (
     "the engine's outputs must be `stopped` and `evaluations` of the steps, or `evaluations` alone"
 )
-TABLES = "the engine's outputs must be tables as evaluations: choices, samples, step"
-PAIRS = "the engine's outputs must be a list of pairs of integers: choices of an evaluation"
-RANGE = "the engine's outputs name a question beyond 0 to 3, or a candidate that it does not have"
-STOPPED = "the engine's outputs must be None or a table with a step: stopped"
+MUST_BE_EVALUATIONS = "the engine's outputs must be tables as evaluations: choices, samples, step"
+MUST_BE_PAIRS = "the engine's outputs must be a list of pairs of integers: choices of an evaluation"
+OUT_OF_RANGE = (
+    "the engine's outputs name a question beyond 0 to 3, or a candidate that it does not have"
+)
+MUST_BE_STOP = "the engine's outputs must be None or a table with a step: stopped"
 
 
 @pytest.mark.parametrize(
     ("table", "reason"),
     [
-        (None, KINDS),
-        ([], KINDS),
-        ({}, KINDS),
-        ({"stopped": None}, KINDS),
-        ({"evaluations": [], "more": 1}, KINDS),
+        (None, MUST_BE_PASS_OUTPUTS),
+        ([], MUST_BE_PASS_OUTPUTS),
+        ({}, MUST_BE_PASS_OUTPUTS),
+        ({"stopped": None}, MUST_BE_PASS_OUTPUTS),
+        ({"evaluations": [], "more": 1}, MUST_BE_PASS_OUTPUTS),
         ({"evaluations": {}}, "the engine's outputs must be a list: evaluations"),
-        ({"evaluations": [7]}, TABLES),
-        ({"evaluations": [{"step": 0, "choices": []}]}, TABLES),
-        ({"evaluations": [{**evaluation(0), "loss": 1.0}]}, TABLES),
+        ({"evaluations": [7]}, MUST_BE_EVALUATIONS),
+        ({"evaluations": [{"step": 0, "choices": []}]}, MUST_BE_EVALUATIONS),
+        ({"evaluations": [{**make_evaluation(0), "loss": 1.0}]}, MUST_BE_EVALUATIONS),
         *(
             (
-                {"evaluations": [{**evaluation(0), name: value}]},
+                {"evaluations": [{**make_evaluation(0), name: value}]},
                 f"the engine's outputs must be an integer from 0 on: {name} of",
             )
             for name in ("step", "samples")
             for value in (-1, 1.0, True, None)
         ),
         *(
-            ({"evaluations": [{**evaluation(0), "choices": value}]}, PAIRS)
+            ({"evaluations": [{**make_evaluation(0), "choices": value}]}, MUST_BE_PAIRS)
             for value in (
                 None,
                 ((0, 1),),
@@ -284,15 +301,15 @@ STOPPED = "the engine's outputs must be None or a table with a step: stopped"
                 [[0, None]],
             )
         ),
-        ({"stopped": 5, "evaluations": []}, STOPPED),
-        ({"stopped": {"why": "nan"}, "evaluations": []}, STOPPED),
-        ({"stopped": {"step": 5.0}, "evaluations": []}, STOPPED),
+        ({"stopped": 5, "evaluations": []}, MUST_BE_STOP),
+        ({"stopped": {"why": "nan"}, "evaluations": []}, MUST_BE_STOP),
+        ({"stopped": {"step": 5.0}, "evaluations": []}, MUST_BE_STOP),
     ],
 )
-def test_outputs_of_another_kind_are_refused(table: Any, reason: str) -> None:
-    with pytest.raises(TypeError) as caught:
-        score.check_cloze_outputs(table, COMMON)
-    assert str(caught.value).startswith(reason)
+def test_outputs_of_the_wrong_type_are_refused(table: Any, reason: str) -> None:
+    with pytest.raises(TypeError) as error:
+        score.check_cloze_outputs(table, NO_PASSES)
+    assert str(error.value).startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -303,22 +320,22 @@ def test_outputs_of_another_kind_are_refused(table: Any, reason: str) -> None:
             "the engine's outputs have 0 evaluations; a pass without steps has one",
         ),
         (
-            {"evaluations": [evaluation(0), evaluation(1)]},
+            {"evaluations": [make_evaluation(0), make_evaluation(1)]},
             "the engine's outputs have 2 evaluations; a pass without steps has one",
         ),
-        ({"evaluations": [evaluation(0, (4, 0))]}, RANGE),
-        ({"evaluations": [evaluation(0, (-1, 0))]}, RANGE),
-        ({"evaluations": [evaluation(0, (0, 0), (2, 2))]}, RANGE),
-        ({"evaluations": [evaluation(0, (0, -2))]}, RANGE),
+        ({"evaluations": [make_evaluation(0, (4, 0))]}, OUT_OF_RANGE),
+        ({"evaluations": [make_evaluation(0, (-1, 0))]}, OUT_OF_RANGE),
+        ({"evaluations": [make_evaluation(0, (0, 0), (2, 2))]}, OUT_OF_RANGE),
+        ({"evaluations": [make_evaluation(0, (0, -2))]}, OUT_OF_RANGE),
         (
-            {"stopped": None, "evaluations": [evaluation(5), evaluation(5)]},
+            {"stopped": None, "evaluations": [make_evaluation(5), make_evaluation(5)]},
             (
                 "the engine's outputs have evaluations at the steps [5, 5]; each is later than the"
                 " one before"
             ),
         ),
         (
-            {"stopped": None, "evaluations": [evaluation(5), evaluation(4)]},
+            {"stopped": None, "evaluations": [make_evaluation(5), make_evaluation(4)]},
             (
                 "the engine's outputs have evaluations at the steps [5, 4]; each is later than the"
                 " one before"
@@ -326,21 +343,23 @@ def test_outputs_of_another_kind_are_refused(table: Any, reason: str) -> None:
         ),
     ],
 )
-def test_outputs_that_cannot_be_are_refused(table: Any, reason: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        score.check_cloze_outputs(table, COMMON)
-    assert str(caught.value) == reason
+def test_impossible_outputs_are_refused(table: Any, reason: str) -> None:
+    with pytest.raises(ValueError) as error:
+        score.check_cloze_outputs(table, NO_PASSES)
+    assert str(error.value) == reason
 
 
-def test_differences_are_of_the_last_evaluation_after_as_many_steps() -> None:
-    theirs = score.merge_cloze_outputs(
-        COMMON, "train", [{"stopped": None, "evaluations": [evaluation(5, (0, 2), (1, 1), (2, 1))]}]
+def test_differences_compare_last_evaluations_after_the_same_step() -> None:
+    other_outputs = score.merge_cloze_outputs(
+        NO_PASSES,
+        "train",
+        [{"stopped": None, "evaluations": [make_evaluation(5, (0, 2), (1, 1), (2, 1))]}],
     )
     # of questions 0, 1 and 2, questions 1 and 2 have another candidate
-    assert score.compare_cloze_outputs(WHOLE, theirs, "train") == Differences(3, 2)
-    later = score.merge_cloze_outputs(
-        COMMON, "train", [{"stopped": None, "evaluations": [evaluation(6, (0, 2))]}]
+    assert score.compare_cloze_outputs(ONE_PASS, other_outputs, "train") == Differences(3, 2)
+    later_step = score.merge_cloze_outputs(
+        NO_PASSES, "train", [{"stopped": None, "evaluations": [make_evaluation(6, (0, 2))]}]
     )
-    assert score.compare_cloze_outputs(WHOLE, later, "train") is None
-    assert score.compare_cloze_outputs(WHOLE, COMMON, "train") is None
+    assert score.compare_cloze_outputs(ONE_PASS, later_step, "train") is None
+    assert score.compare_cloze_outputs(ONE_PASS, NO_PASSES, "train") is None
     assert TASK.differences is score.compare_cloze_outputs

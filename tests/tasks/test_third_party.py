@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "fixtures" / "packages" / "rhyme_task"
 RUN = ("run", PACKAGE / "rhyme.toml", "--accelerator", "cpu")
 
 
-def test_the_example_is_short() -> None:
+def test_the_example_package_has_at_most_200_lines() -> None:
     lines = [
         line
         for path in PACKAGE.rglob("*")
@@ -25,14 +25,14 @@ def test_the_example_is_short() -> None:
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     """Yield a command line with the package rhyme_task installed."""
-    one = Shell(tmp_path, (PACKAGE,))
-    yield one
-    one.clean()
+    command_line = Shell(tmp_path, (PACKAGE,))
+    yield command_line
+    command_line.clean()
 
 
-def test_the_example_runs_and_is_reported(shell: Shell) -> None:
-    done = shell(*RUN, "--size", "smoke", "--engine", "torch", "--out", shell.out)
-    assert done.code == 0, done.err
+def test_a_third_party_task_runs_and_is_reported(shell: Shell) -> None:
+    result = shell(*RUN, "--size", "smoke", "--engine", "torch", "--out", shell.out)
+    assert result.code == 0, result.err
     (record,) = shell.records()
     assert (record["status"], record["case"]["name"], record["engine"]["name"]) == (
         "valid",
@@ -46,19 +46,21 @@ def test_the_example_runs_and_is_reported(shell: Shell) -> None:
     )
     outputs = record["outputs"]
     assert set(outputs["passes"]) == {"val", "infer"}
-    right = sum(
-        told == gold
-        for told, gold in zip(outputs["passes"]["infer"]["chosen"], outputs["gold"], strict=True)
+    right_count = sum(
+        choice == answer
+        for choice, answer in zip(
+            outputs["passes"]["infer"]["chosen"], outputs["gold"], strict=True
+        )
     )
     assert record["metrics"]["rhymes"] == {
-        "value": right / 48,
+        "value": right_count / 48,
         "unit": "",
         "interval": None,
         "note": None,
     }
     assert record["quality"]["metric"] == "rhymes"
-    checked = shell("verify", shell.out)
-    assert (checked.code, checked.out.split()[0]) == (0, "ok")
+    verification = shell("verify", shell.out)
+    assert (verification.code, verification.out.split()[0]) == (0, "ok")
     for lang, title, breakdown in (
         ("en", "Rhymes found", "Rhymes found by ending"),
         ("zh", "押韵正确率", "各韵尾的押韵正确率"),
@@ -70,8 +72,8 @@ def test_the_example_runs_and_is_reported(shell: Shell) -> None:
 
 
 @pytest.mark.full
-def test_its_fields_are_settable_and_checked(shell: Shell) -> None:
-    done = shell(
+def test_fields_of_a_third_party_task_are_settable_and_checked(shell: Shell) -> None:
+    result = shell(
         *RUN,
         "--size",
         "smoke",
@@ -82,31 +84,29 @@ def test_its_fields_are_settable_and_checked(shell: Shell) -> None:
         "--out",
         shell.out,
     )
-    assert done.code == 0, done.err
+    assert result.code == 0, result.err
     (record,) = shell.records()
     assert (record["data"]["rows"], len(record["outputs"]["gold"])) == (3, 3)
-    done = shell(*RUN, "--size", "smoke", "--set", "question.data.made=0")
-    assert (done.code, len(done.lines)) == (2, 1)
-    assert golden("question-data-made-must-be-at") in done.err
+    result = shell(*RUN, "--size", "smoke", "--set", "question.data.made=0")
+    assert (result.code, len(result.lines)) == (2, 1)
+    assert golden("question-data-made-must-be-at") in result.err
 
 
 @pytest.mark.full
-def test_its_own_data(shell: Shell) -> None:
-    words = shell.folder / "words.txt"
-    words.write_text("lake cake stone\nnight kite\n")
-    done = shell(*RUN, "--size", "smoke", "--data", words, "--out", shell.out)
-    assert done.lines == [golden("error-line-2-has-2-words")]
-    words.write_text("lake cake stone\nnight kite bone\n")
-    done = shell(*RUN, "--size", "smoke", "--data", words, "--out", shell.out)
-    assert (done.code, len(done.lines)) == (2, 1)
-    assert "no tokenizer found" in done.err
+def test_a_third_party_task_checks_its_data_file(shell: Shell) -> None:
+    word_file = shell.folder / "words.txt"
+    word_file.write_text("lake cake stone\nnight kite\n")
+    result = shell(*RUN, "--size", "smoke", "--data", word_file, "--out", shell.out)
+    assert result.lines == [golden("error-line-2-has-2-words")]
+    word_file.write_text("lake cake stone\nnight kite bone\n")
+    result = shell(*RUN, "--size", "smoke", "--data", word_file, "--out", shell.out)
+    assert (result.code, len(result.lines)) == (2, 1)
+    assert "no tokenizer found" in result.err
 
 
 @pytest.mark.full
-def test_without_the_package_its_records_are_refused_in_one_line(
-    shell: Shell, tmp_path: Path
-) -> None:
+def test_records_of_a_missing_package_are_refused_in_one_line(shell: Shell, tmp_path: Path) -> None:
     assert shell(*RUN, "--size", "smoke", "--passes", "val", "--out", shell.out).code == 0
-    done = Shell(tmp_path)("verify", shell.out)
-    assert (done.code, len(done.lines)) == (2, 1)
-    assert golden("no-task-rhyme-known-mmlu-lambada") in done.err
+    result = Shell(tmp_path)("verify", shell.out)
+    assert (result.code, len(result.lines)) == (2, 1)
+    assert golden("no-task-rhyme-known-mmlu-lambada") in result.err

@@ -20,7 +20,7 @@ from steelyard.training.training_loop import COUNT_NAMES, TrainingLoop
 PACK = SimpleNamespace(counts=dict.fromkeys(COUNT_NAMES, 5))
 
 
-class Placed:
+class FakePlacement:
     """A placement of two replicas, of which the other does the same as this one; it logs its calls."""
 
     lockstep = True
@@ -47,7 +47,7 @@ class Placed:
         self.log.append("updated")
 
 
-class Batches:
+class FakeBatches:
     """Batches of two equal micro-batches; it logs transfers and seeds."""
 
     def __init__(self, log: list[str]) -> None:
@@ -70,12 +70,16 @@ class Batches:
         self.log.append(f"seed {step}")
 
 
-def loop(log: list[str], placement: Any, steps: int = 2) -> TrainingLoop:
+def make_loop(log: list[str], placement: Any, steps: int = 2) -> TrainingLoop:
     """Return a training loop over fakes that log to `log`."""
     case = SimpleNamespace(tune=SimpleNamespace(compile=False))
     inputs = SimpleNamespace(batch=lambda step: [step])
-    told = {"checkpoint_schedule": None, "world": 2, "device": SimpleNamespace(torch_device=CPU)}
-    job = SimpleNamespace(case=case, train=TRAINING, steps=steps, inputs=inputs, **told)
+    job_fields = {
+        "checkpoint_schedule": None,
+        "world": 2,
+        "device": SimpleNamespace(torch_device=CPU),
+    }
+    job = SimpleNamespace(case=case, train=TRAINING, steps=steps, inputs=inputs, **job_fields)
     trainer = Trainer(job, SimpleNamespace(details=dict), placement)
 
     def update(lr: float) -> Tensor:
@@ -84,22 +88,22 @@ def loop(log: list[str], placement: Any, steps: int = 2) -> TrainingLoop:
 
     trainer.optimizer = SimpleNamespace(scale=lambda loss: loss, step=update, details=dict)
     evaluation = SimpleNamespace(reached=False, is_due=lambda taken: False)
-    return TrainingLoop(job, trainer, Batches(log), evaluation)
+    return TrainingLoop(job, trainer, FakeBatches(log), evaluation)
 
 
-def run(separate: bool) -> tuple[list[str], list[Work]]:
+def run_loop(separate: bool) -> tuple[list[str], list[Work]]:
     """Run two steps; return the log of calls with phases and works (`<>`) in between, and the
     works.
     """
     log: list[str] = []
     works = []
-    for item in loop(log, Placed(log, separate)).work("train"):
+    for item in make_loop(log, FakePlacement(log, separate)).work("train"):
         log.append(f"<{item.name}>" if isinstance(item, Phase) else "<>")
         works += [item] if isinstance(item, Work) else []
     return log, works
 
 
-def test_ranks_that_meet_at_the_ends_of_a_step_have_their_exchange_marked():
+def test_a_separate_exchange_is_a_phase_of_its_own():
     step = [
         "<data>",
         "to_device",
@@ -112,10 +116,12 @@ def test_ranks_that_meet_at_the_ends_of_a_step_have_their_exchange_marked():
         "<exchange>",
     ]
     step += ["reduce", "<compute>", "update", "updated", "<>"]
-    assert run(separate=True)[0] == [one.format(number) for number in (0, 1) for one in step]
+    assert run_loop(separate=True)[0] == [
+        event.format(number) for number in (0, 1) for event in step
+    ]
 
 
-def test_ranks_that_meet_inside_a_step_have_no_mark_of_it_and_data_of_their_own():
+def test_an_exchange_inside_the_step_is_no_phase():
     step = [
         "<data>",
         "to_device",
@@ -128,22 +134,24 @@ def test_ranks_that_meet_inside_a_step_have_no_mark_of_it_and_data_of_their_own(
         "reduce",
     ]
     step += ["update", "updated", "<>"]
-    assert run(separate=False)[0] == [one.format(number) for number in (0, 1) for one in step]
+    assert run_loop(separate=False)[0] == [
+        event.format(number) for number in (0, 1) for event in step
+    ]
 
 
-def test_marks_change_no_number():
-    (_, one), (_, other) = run(separate=True), run(separate=False)
+def test_phases_do_not_change_the_loss():
+    (_, separate_works), (_, inside_works) = run_loop(separate=True), run_loop(separate=False)
     # losses of both replicas (12 each) over the targets of both (6 each)
-    assert [float(work.values["loss"]) for work in one] == [2 * 12.0 / (2 * 6)] * 2
-    assert one == other
+    assert [float(work.values["loss"]) for work in separate_works] == [2 * 12.0 / (2 * 6)] * 2
+    assert separate_works == inside_works
 
 
 @pytest.mark.parametrize(("separate", "said"), [(True, "separate"), (False, "inside")])
-def test_a_loop_says_where_ranks_meet(separate, said):
-    made = loop([], Placed([], separate))
-    assert made.details() == {"micro_batches": 2, "exchange": said}
-    made.job.world = 1
-    assert made.details() == {"micro_batches": 2}
+def test_details_say_whether_the_exchange_is_separate(separate, said):
+    train_loop = make_loop([], FakePlacement([], separate))
+    assert train_loop.details() == {"micro_batches": 2, "exchange": said}
+    train_loop.job.world = 1
+    assert train_loop.details() == {"micro_batches": 2}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +166,7 @@ def test_a_loop_says_where_ranks_meet(separate, said):
         ((1, 1, 1, 1), False),
     ],
 )
-def test_only_whole_replicas_are_separate(sizes, separate):
+def test_only_unsharded_replicas_exchange_separately(sizes, separate):
     """`sizes` are those of the groups copies, shards, stages and tensor."""
     groups = PlanGroups(*(PlanGroup(size=size) for size in sizes))
     assert (
@@ -167,7 +175,7 @@ def test_only_whole_replicas_are_separate(sizes, separate):
     )
 
 
-def test_one_device_meets_nobody():
+def test_one_device_has_no_separate_exchange():
     assert not SingleDevicePlacement().exchanges_separately
     assert [
         ReplicatedPlacement(replicas, torch.float32, CPU).exchanges_separately

@@ -20,7 +20,7 @@ from steelyard.training.trainer import Trainer
 from steelyard.training.training_loop import LossWatch, compute_learning_rate
 
 
-class Toy:
+class ToyModel:
     """A linear model whose loss is the sum of squared outputs; it logs its calls in `order`."""
 
     def __init__(self, precision: str) -> None:
@@ -65,30 +65,30 @@ class Toy:
         return {"weights": self.weights}
 
 
-def prepared(placement: Any, precision: str = "fp32") -> Trainer:
+def prepare_trainer(placement: Any, precision: str = "fp32") -> Trainer:
     """Return a prepared trainer of the toy model."""
     case = SimpleNamespace(question=SimpleNamespace(precision=TRAINING_PRESETS[precision]))
     job = SimpleNamespace(case=case, train=TRAINING, device=CpuTorchDevice(0, monotonic))
-    made = Trainer(job, Toy(precision), placement)
+    toy_trainer = Trainer(job, ToyModel(precision), placement)
     parts = []
 
     @contextmanager
     def part(name: str) -> Any:
         parts.append(name)
-        made.model.order.append(f"begin {name}")
+        toy_trainer.model.order.append(f"begin {name}")
         yield
-        made.model.order.append(f"end {name}")
+        toy_trainer.model.order.append(f"end {name}")
 
-    made.prepare(part)
+    toy_trainer.prepare(part)
     assert parts == ["weights"]
-    return made
+    return toy_trainer
 
 
 MICROS = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, -1.0, 2.0], [1.0, 1.0, 0.0]])]
 
 
-def test_weights_are_made_before_code_is_chosen() -> None:
-    assert prepared(SingleDevicePlacement()).model.order == [
+def test_prepare_builds_weights_before_it_compiles() -> None:
+    assert prepare_trainer(SingleDevicePlacement()).model.order == [
         "begin weights",
         "build",
         "end weights",
@@ -97,32 +97,32 @@ def test_weights_are_made_before_code_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_one_replica_is_one_device(precision: str) -> None:
-    found = []
+def test_one_replica_trains_as_one_device(precision: str) -> None:
+    results = []
     for placement in (SingleDevicePlacement(), ReplicatedPlacement(1, torch.float32, CPU)):
-        made = prepared(placement, precision)
+        toy_trainer = prepare_trainer(placement, precision)
         steps = [
             (
-                float(made.compute_gradients(MICROS, made.sum_over_replicas(3))),
-                float(made.update(0.1)),
+                float(toy_trainer.compute_gradients(MICROS, toy_trainer.sum_over_replicas(3))),
+                float(toy_trainer.update(0.1)),
             )
             for _ in range(3)
         ]
-        found.append((steps, [p.tolist() for p in made.optimizer.master]))
-    assert found[0] == found[1]
+        results.append((steps, [p.tolist() for p in toy_trainer.optimizer.master]))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(
     "placement", [SingleDevicePlacement(), ReplicatedPlacement(1, torch.float32, CPU)]
 )
 def test_warming_up_runs_every_variant_and_changes_nothing(placement: Any) -> None:
-    made = prepared(placement)
-    before = [p.detach().clone() for p in made.optimizer.master]
-    made.warm_up(MICROS[0])
-    assert made.model.order[4:] == ["evaluate", "loss"] * 2
-    assert all(torch.equal(a, b) for a, b in zip(before, made.optimizer.master, strict=True))
+    toy_trainer = prepare_trainer(placement)
+    before = [p.detach().clone() for p in toy_trainer.optimizer.master]
+    toy_trainer.warm_up(MICROS[0])
+    assert toy_trainer.model.order[4:] == ["evaluate", "loss"] * 2
+    assert all(torch.equal(a, b) for a, b in zip(before, toy_trainer.optimizer.master, strict=True))
     assert not any(
-        p.grad is not None and bool(p.grad.count_nonzero()) for p in made.optimizer.master
+        p.grad is not None and bool(p.grad.count_nonzero()) for p in toy_trainer.optimizer.master
     )
 
 
@@ -140,7 +140,7 @@ def test_gradients_are_clipped_by_the_norm_that_is_passed_in() -> None:
         )
         weight.grad = torch.full((2, 2), 4.0)
         adam.torch_adamw.register_step_pre_hook(
-            lambda *given, weight=weight: grads.append(weight.grad.clone())
+            lambda *args, weight=weight: grads.append(weight.grad.clone())
         )
         norms.append(float(adam.step(1e-3)))
     assert norms == [8.0, 16.0]
@@ -162,7 +162,7 @@ def test_a_watch_keeps_the_first_loss_that_ends_a_run() -> None:
     assert watch.stop == {"step": 1, "why": "nan", "value": None}
 
 
-def test_the_rate_warms_up_and_decays() -> None:
+def test_the_learning_rate_warms_up_and_decays() -> None:
     assert [round(compute_learning_rate(TRAINING, step), 8) for step in range(6)] == [
         1e-3,
         1e-3,

@@ -15,44 +15,50 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.conversions import hashes, hf, odd_tensors, refused
+from fixtures.conversions import assert_refused, hash_files, make_odd_tensors, write_odd_hf_folder
 from fixtures.megatron import CPU, FILE, SHAPE, SHAPES, write_megatron
 from steelyard.errors import LostError, RequestError
 from steelyard.weights import checkpoint_writer, convert, llama_weights
 from steelyard.weights.inspection import inspect_checkpoint
 
 
-class Stopped(Exception):  # noqa: N818
+class ConversionStopped(Exception):  # noqa: N818
     """The interruption that a test raises from a progress call."""
-
-    pass
 
 
 def stop_after(calls: int) -> Callable[[int, int], None]:
     """Return a progress function that raises ConversionStopped at its given call."""
-    seen: list[int] = []
+    progress_calls: list[int] = []
 
-    def progress(done: int, total: int) -> None:
-        seen.append(done)
-        if len(seen) == calls:
-            raise Stopped
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        progress_calls.append(done_bytes)
+        if len(progress_calls) == calls:
+            raise ConversionStopped
 
     return progress
 
 
 # (layout, tensors written before the interruption). A Megatron shard has 15 tensors, and there are
 # 4; a Hugging Face folder has 21: the first, the last of a file, the one after it, the very last.
-POINTS = [("megatron", 1), ("megatron", 15), ("megatron", 16), ("megatron", 40), ("megatron", 60)]
-POINTS += [("hf", 1), ("hf", 2), ("hf", 9), ("hf", 20), ("hf", 21)]
+INTERRUPTION_POINTS = [
+    ("megatron", 1),
+    ("megatron", 15),
+    ("megatron", 16),
+    ("megatron", 40),
+    ("megatron", 60),
+]
+INTERRUPTION_POINTS += [("hf", 1), ("hf", 2), ("hf", 9), ("hf", 20), ("hf", 21)]
 
 
-@pytest.mark.parametrize("to, calls", POINTS)
-def test_interrupted(to: str, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("to, calls", INTERRUPTION_POINTS)
+def test_an_interrupted_conversion_continues_at_its_last_complete_file(
+    to: str, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint_writer, "MAX_FILE_BYTES", 16_000)
-    source = hf(tmp_path / "first")
+    source = write_odd_hf_folder(tmp_path / "first")
     convert.convert_checkpoint(source, tmp_path / "whole", to, 4 if to == "megatron" else 1)
-    before, target = hashes(source), tmp_path / "to"
-    with pytest.raises(Stopped):
+    source_hashes, target = hash_files(source), tmp_path / "to"
+    with pytest.raises(ConversionStopped):
         convert.convert_checkpoint(
             source, target, to, 4 if to == "megatron" else 1, None, stop_after(calls)
         )
@@ -65,40 +71,52 @@ def test_interrupted(to: str, calls: int, tmp_path: Path, monkeypatch: pytest.Mo
                 llama_weights.build_llama(SHAPE, CPU, torch.float32), f, SHAPE
             ),
         ):
-            refused(
+            assert_refused(
                 lambda action=action, folder=folder: action(folder),
                 "conversion.json: says that its folder is not complete; ",
             )
-    kept = {name: (target / name).stat().st_mtime_ns for name in complete}
-    told: list[tuple[int, int]] = []
-    done = convert.convert_checkpoint(
-        source, target, to, 4 if to == "megatron" else 1, None, lambda *it: told.append(it)
+    modified_times = {name: (target / name).stat().st_mtime_ns for name in complete}
+    progress: list[tuple[int, int]] = []
+    conversion = convert.convert_checkpoint(
+        source,
+        target,
+        to,
+        4 if to == "megatron" else 1,
+        None,
+        lambda *report: progress.append(report),
     )
-    assert done.reused == len(complete)
-    assert {name: (target / name).stat().st_mtime_ns for name in complete} == kept
-    assert told == sorted(told)
-    assert told[-1][0] == told[-1][1]
-    data = sum(size for name, size in done.files if name.endswith((".pt", ".safetensors")))
-    assert 0.7 * data < told[-1][1] <= data
-    assert hashes(target) == hashes(tmp_path / "whole")
-    assert hashes(source) == before
+    assert conversion.reused == len(complete)
+    assert {name: (target / name).stat().st_mtime_ns for name in complete} == modified_times
+    assert progress == sorted(progress)
+    assert progress[-1][0] == progress[-1][1]
+    data_bytes = sum(
+        size for name, size in conversion.files if name.endswith((".pt", ".safetensors"))
+    )
+    assert 0.7 * data_bytes < progress[-1][1] <= data_bytes
+    assert hash_files(target) == hash_files(tmp_path / "whole")
+    assert hash_files(source) == source_hashes
 
 
 def test_some_interruptions_come_after_a_complete_file(tmp_path: Path) -> None:
-    with pytest.raises(Stopped):
+    with pytest.raises(ConversionStopped):
         convert.convert_checkpoint(
-            hf(tmp_path / "first"), tmp_path / "to", "megatron", 4, None, stop_after(40)
+            write_odd_hf_folder(tmp_path / "first"),
+            tmp_path / "to",
+            "megatron",
+            4,
+            None,
+            stop_after(40),
         )
     assert len(json.loads((tmp_path / "to" / "conversion.json").read_text())["files"]) == 2
 
 
-def test_what_is_left_behind(tmp_path: Path) -> None:
+def test_leftovers_of_an_interrupted_conversion_are_replaced(tmp_path: Path) -> None:
     """Files under temporary names are overwritten, and complete files that were damaged or removed
     are written again.
     """
-    source, target = hf(tmp_path / "first"), tmp_path / "to"
+    source, target = write_odd_hf_folder(tmp_path / "first"), tmp_path / "to"
     convert.convert_checkpoint(source, tmp_path / "whole", "megatron", 4)
-    with pytest.raises(Stopped):
+    with pytest.raises(ConversionStopped):
         convert.convert_checkpoint(source, target, "megatron", 4, None, stop_after(50))
     for name in (f"release/mp_rank_02/{FILE}", f"release/mp_rank_03/{FILE}", "conversion.json"):
         (target / name).parent.mkdir(exist_ok=True)
@@ -107,16 +125,16 @@ def test_what_is_left_behind(tmp_path: Path) -> None:
     first.write_bytes(first.read_bytes()[:-1])
     (target / "release" / "mp_rank_01" / FILE).unlink()
     assert convert.convert_checkpoint(source, target, "megatron", 4).reused == 1
-    assert hashes(target) == hashes(tmp_path / "whole")
+    assert hash_files(target) == hash_files(tmp_path / "whole")
 
 
-def test_a_run_that_was_killed_at_its_beginning(tmp_path: Path) -> None:
+def test_a_conversion_killed_at_its_beginning_starts_anew(tmp_path: Path) -> None:
     """It leaves a lock and an incomplete journal, which count as nothing and are removed."""
     target = tmp_path / "to"
     target.mkdir()
     (target / "conversion.lock").touch()
     (target / ".conversion.json.0a1b2c3d.part").write_bytes(b"{")
-    convert.convert_checkpoint(hf(tmp_path / "first"), target, "hf", 1)
+    convert.convert_checkpoint(write_odd_hf_folder(tmp_path / "first"), target, "hf", 1)
     assert sorted(path.name for path in target.iterdir()) == [
         "config.json",
         "conversion.json",
@@ -124,21 +142,23 @@ def test_a_run_that_was_killed_at_its_beginning(tmp_path: Path) -> None:
     ]
 
 
-def test_keyboard_interrupt_passes(tmp_path: Path) -> None:
-    def press(done: int, total: int) -> None:
+def test_a_keyboard_interrupt_is_not_swallowed(tmp_path: Path) -> None:
+    def interrupt(done_bytes: int, total_bytes: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert.convert_checkpoint(hf(tmp_path / "first"), tmp_path / "to", "hf", 1, None, press)
+        convert.convert_checkpoint(
+            write_odd_hf_folder(tmp_path / "first"), tmp_path / "to", "hf", 1, None, interrupt
+        )
 
 
-def test_never_into_the_source(tmp_path: Path) -> None:
+def test_a_target_inside_the_source_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    source = hf(tmp_path / "a" / "hf")
+    source = write_odd_hf_folder(tmp_path / "a" / "hf")
     megatron = write_megatron(tmp_path / "m" / "ckpts").parent
     (tmp_path / "link").symlink_to(source)
     (tmp_path / "up").symlink_to(tmp_path / "a")
-    before = hashes(tmp_path)
+    hashes_before = hash_files(tmp_path)
     for target in (
         source,
         source / "new",
@@ -147,7 +167,7 @@ def test_never_into_the_source(tmp_path: Path) -> None:
         tmp_path / "link" / "x",
         tmp_path / "up",
     ):
-        refused(
+        assert_refused(
             lambda target=target: convert.convert_checkpoint(source, target, "hf", 1),
             f"target '{target}' is the source ",
         )
@@ -156,143 +176,158 @@ def test_never_into_the_source(tmp_path: Path) -> None:
         megatron / "x",
         megatron / "ckpts" / "iter_0135000" / "mp_rank_00",
     ):
-        refused(
+        assert_refused(
             lambda target=target: convert.convert_checkpoint(megatron, target, "hf", 1),
             f"target '{target}' is the source ",
         )
     (tmp_path / "elsewhere").symlink_to(megatron / "ckpts" / "iter_0135000")
     inside = megatron / "ckpts" / "iter_0135000" / "y"
-    refused(
+    assert_refused(
         lambda: convert.convert_checkpoint(tmp_path / "elsewhere", inside, "hf", 1),
         f"target '{inside}' is the source ",
     )
     (tmp_path / "elsewhere").unlink()
-    assert hashes(tmp_path) == before
+    assert hash_files(tmp_path) == hashes_before
 
 
-def test_targets_of_others(tmp_path: Path) -> None:
-    source = hf(tmp_path / "first")
+def test_a_target_with_other_contents_is_refused(tmp_path: Path) -> None:
+    source = write_odd_hf_folder(tmp_path / "first")
     target = tmp_path / "to"
     target.write_text("a file")
-    refused(
+    assert_refused(
         lambda: convert.convert_checkpoint(source, target, "hf", 1),
         f"target '{target}' cannot be read (Not a directory); ",
     )
     target.unlink()
     target.mkdir()
     (target / "x").write_text("mine")
-    refused(
+    assert_refused(
         lambda: convert.convert_checkpoint(source, target, "hf", 1),
         f"target '{target}' is not empty; ",
     )
     (target / "x").unlink()
-    with pytest.raises(Stopped):
+    with pytest.raises(ConversionStopped):
         convert.convert_checkpoint(source, target, "megatron", 4, None, stop_after(1))
-    other = hf(tmp_path / "other", SHAPES["bias"])
-    for action, what in (
+    other_source = write_odd_hf_folder(tmp_path / "other", SHAPES["bias"])
+    for action, differences in (
         (lambda: convert.convert_checkpoint(source, target, "hf", 1), "to, tp"),
         (lambda: convert.convert_checkpoint(source, target, "megatron", 2), "tp"),
-        (lambda: convert.convert_checkpoint(other, target, "megatron", 4), "shape, source"),
+        (lambda: convert.convert_checkpoint(other_source, target, "megatron", 4), "shape, source"),
     ):
-        refused(action, f"{target}/conversion.json: is of another conversion ({what} differ); ")
+        assert_refused(
+            action, f"{target}/conversion.json: is of another conversion ({differences} differ); "
+        )
     for text in ("", "[]", "{}", '{"files": 3}', '{"files": {"x": "y"}}', "[" * 99999):
         (target / "conversion.json").write_text(text)
-        refused(
+        assert_refused(
             lambda: convert.convert_checkpoint(source, target, "hf", 1),
             f"{target}/conversion.json: is not the journal of a conv",
         )
 
 
-def other_values(folder: Path) -> Path:
+def write_negated_source(folder: Path) -> Path:
     """Write a Hugging Face folder with all values negated and return it."""
-    return hf(folder, tensors={name: -tensor for name, tensor in odd_tensors(SHAPE).items()})
+    return write_odd_hf_folder(
+        folder, tensors={name: -tensor for name, tensor in make_odd_tensors(SHAPE).items()}
+    )
 
 
-def sources(kind: str, folder: Path) -> tuple[Path, Path]:
+def write_two_sources(kind: str, folder: Path) -> tuple[Path, Path]:
     """Write two checkpoints with equal headers and sizes and different values, and return their
     folders.
     """
     if kind == "hf":
-        return hf(folder / "first"), other_values(folder / "other")
-    tensors = odd_tensors(SHAPE)
-    first = write_megatron(folder / "first", tensors=tensors)
-    return first, write_megatron(
+        return write_odd_hf_folder(folder / "first"), write_negated_source(folder / "other")
+    tensors = make_odd_tensors(SHAPE)
+    source = write_megatron(folder / "first", tensors=tensors)
+    return source, write_megatron(
         folder / "other", tensors={name: -tensor for name, tensor in tensors.items()}
     )
 
 
 @pytest.mark.parametrize("kind", ["hf", "megatron"])
-def test_other_values_of_the_same_shapes(kind: str, tmp_path: Path) -> None:
-    first, other = sources(kind, tmp_path)
+def test_a_source_with_other_values_does_not_continue_a_conversion(
+    kind: str, tmp_path: Path
+) -> None:
+    source, other_source = write_two_sources(kind, tmp_path)
     target = tmp_path / "to"
-    with pytest.raises(Stopped):
-        convert.convert_checkpoint(first, target, "megatron", 4, None, stop_after(40))
-    mixed = f"{target}/conversion.json: is of another conversion (source differ); "
-    refused(lambda: convert.convert_checkpoint(other, target, "megatron", 4), mixed)
+    with pytest.raises(ConversionStopped):
+        convert.convert_checkpoint(source, target, "megatron", 4, None, stop_after(40))
+    other_conversion = f"{target}/conversion.json: is of another conversion (source differ); "
+    assert_refused(
+        lambda: convert.convert_checkpoint(other_source, target, "megatron", 4), other_conversion
+    )
     # Equal modification times do not make another source the same; a changed time makes the same
     # file another source.
-    files = [path.relative_to(first) for path in first.rglob("*") if path.is_file()]
+    files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
     for file in files:
-        shutil.copystat(first / file, other / file)
-    refused(lambda: convert.convert_checkpoint(other, target, "megatron", 4), mixed)
-    copied = shutil.copytree(first, tmp_path / "copied")
+        shutil.copystat(source / file, other_source / file)
+    assert_refused(
+        lambda: convert.convert_checkpoint(other_source, target, "megatron", 4), other_conversion
+    )
+    copied = shutil.copytree(source, tmp_path / "copied")
     assert convert.convert_checkpoint(copied, target, "megatron", 4).reused == 2
     os.utime(
-        first / next(file for file in files if file.suffix in (".pt", ".safetensors")), ns=(7, 7)
+        source / next(file for file in files if file.suffix in (".pt", ".safetensors")), ns=(7, 7)
     )
     assert convert.convert_checkpoint(copied, target, "megatron", 4).reused == 5
-    refused(
-        lambda: convert.convert_checkpoint(first, target, "megatron", 4),
+    assert_refused(
+        lambda: convert.convert_checkpoint(source, target, "megatron", 4),
         f"target '{target}' is not empty; ",
     )
 
 
 @pytest.mark.parametrize("to, tp", [("hf", 1), ("megatron", 2)])
-def test_finished_already(to: str, tp: int, tmp_path: Path) -> None:
-    source, target = hf(tmp_path / "first"), tmp_path / "to"
-    done = convert.convert_checkpoint(source, target, to, tp)
-    assert done.reused == 0
-    before = {path: path.stat().st_mtime_ns for path in (target, *target.rglob("*"))}
-    again = convert.convert_checkpoint(source, target, to, tp)
-    assert (again.files, again.size_bytes, again.reused) == (
-        done.files,
-        done.size_bytes,
-        len(done.files),
+def test_a_finished_conversion_is_not_repeated(to: str, tp: int, tmp_path: Path) -> None:
+    source, target = write_odd_hf_folder(tmp_path / "first"), tmp_path / "to"
+    conversion = convert.convert_checkpoint(source, target, to, tp)
+    assert conversion.reused == 0
+    modified_times = {path: path.stat().st_mtime_ns for path in (target, *target.rglob("*"))}
+    repeated = convert.convert_checkpoint(source, target, to, tp)
+    assert (repeated.files, repeated.size_bytes, repeated.reused) == (
+        conversion.files,
+        conversion.size_bytes,
+        len(conversion.files),
     )
-    assert {path: path.stat().st_mtime_ns for path in (target, *target.rglob("*"))} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in (target, *target.rglob("*"))
+    } == modified_times
     assert inspect_checkpoint(target).notes[1:] == []
-    empty = f"target '{target}' is not empty; "
-    refused(lambda: convert.convert_checkpoint(source, target, "megatron", 4), empty)
-    refused(
-        lambda: convert.convert_checkpoint(other_values(tmp_path / "other"), target, to, tp), empty
+    not_empty = f"target '{target}' is not empty; "
+    assert_refused(lambda: convert.convert_checkpoint(source, target, "megatron", 4), not_empty)
+    assert_refused(
+        lambda: convert.convert_checkpoint(
+            write_negated_source(tmp_path / "other"), target, to, tp
+        ),
+        not_empty,
     )
-    last = target / done.files[-1][0]
-    last.write_bytes(last.read_bytes() + b" ")
+    last_file = target / conversion.files[-1][0]
+    last_file.write_bytes(last_file.read_bytes() + b" ")
     changed = (
-        f"{target}/conversion.json: says that its folder is complete, and {last.name} is not as it"
+        f"{target}/conversion.json: says that its folder is complete, and {last_file.name} is not as it"
         " was written; "
     )
-    refused(lambda: convert.convert_checkpoint(source, target, to, tp), changed)
-    last.unlink()
-    refused(lambda: convert.convert_checkpoint(source, target, to, tp), changed)
+    assert_refused(lambda: convert.convert_checkpoint(source, target, to, tp), changed)
+    last_file.unlink()
+    assert_refused(lambda: convert.convert_checkpoint(source, target, to, tp), changed)
 
 
-def test_two_at_once(tmp_path: Path) -> None:
-    source, target = hf(tmp_path / "first"), tmp_path / "to"
+def test_a_second_conversion_into_the_same_target_is_refused(tmp_path: Path) -> None:
+    source, target = write_odd_hf_folder(tmp_path / "first"), tmp_path / "to"
     (target).mkdir()
     (target / "conversion.lock").touch()  # left by a conversion that was killed
-    seen: list[int] = []
+    progress_calls: list[int] = []
 
-    def second(done: int, total: int) -> None:
+    def convert_again(done_bytes: int, total_bytes: int) -> None:
         """Try the same conversion while the first is running, at each of its progress calls."""
-        seen.append(done)
-        refused(
+        progress_calls.append(done_bytes)
+        assert_refused(
             lambda: convert.convert_checkpoint(source, target, "hf", 1),
             f"target '{target}': another conversion is writing there; ",
         )
 
-    convert.convert_checkpoint(source, target, "hf", 1, None, second)
-    assert len(seen) == 21
+    convert.convert_checkpoint(source, target, "hf", 1, None, convert_again)
+    assert len(progress_calls) == 21
     assert sorted(path.name for path in target.iterdir()) == [
         "config.json",
         "conversion.json",
@@ -300,34 +335,41 @@ def test_two_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no(handle: int, how: int) -> None:
+def test_a_file_system_without_locks_is_tolerated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(handle: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr("fcntl.flock", no)
-    assert convert.convert_checkpoint(hf(tmp_path / "first"), tmp_path / "to", "hf", 1).reused == 0
+    monkeypatch.setattr("fcntl.flock", fail)
+    assert (
+        convert.convert_checkpoint(
+            write_odd_hf_folder(tmp_path / "first"), tmp_path / "to", "hf", 1
+        ).reused
+        == 0
+    )
 
 
-def test_a_lock_of_a_file_that_is_gone_is_none(
+def test_a_lock_on_a_removed_file_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An earlier conversion removes its lock file between our opening it and locking it."""
-    real, calls = fcntl.flock, list[int]()
+    real_flock, calls = fcntl.flock, list[int]()
 
-    def late(handle: int, how: int) -> None:
+    def remove_then_lock(handle: int, operation: int) -> None:
         """Remove the lock file before the first call locks it."""
         calls.append(handle)
         if len(calls) == 1:
             (tmp_path / "to" / "conversion.lock").unlink()
-        real(handle, how)
+        real_flock(handle, operation)
 
-    monkeypatch.setattr("fcntl.flock", late)
-    convert.convert_checkpoint(hf(tmp_path / "first"), tmp_path / "to", "hf", 1)
+    monkeypatch.setattr("fcntl.flock", remove_then_lock)
+    convert.convert_checkpoint(write_odd_hf_folder(tmp_path / "first"), tmp_path / "to", "hf", 1)
     assert len(calls) == 2
 
 
-def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
-    source = hf(tmp_path / "first")
+def test_impossible_layouts_and_degrees_are_refused(tmp_path: Path) -> None:
+    source = write_odd_hf_folder(tmp_path / "first")
     for to, tp, fragment in (
         ("gguf", 1, "layout 'gguf' is not known; allowed: hf, megatron"),
         ("hf", 2, "tensor parallel size 2 is not possible for hf; "),
@@ -337,7 +379,7 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
     ):
         with pytest.raises(RequestError, match=re.escape(fragment)):
             convert.convert_checkpoint(source, tmp_path / "to", to, tp)
-    refused(
+    assert_refused(
         lambda: convert.convert_checkpoint(tmp_path / "no", tmp_path / "to", "hf", 1),
         "does not exist; ",
     )
@@ -345,20 +387,24 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron"])
-def test_full_disk(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target = hf(tmp_path / "first"), tmp_path / "to"
-    free = shutil.disk_usage(tmp_path)._replace(free=9)
+def test_a_full_disk_is_reported_before_and_during_a_conversion(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = write_odd_hf_folder(tmp_path / "first"), tmp_path / "to"
+    nine_bytes_free = shutil.disk_usage(tmp_path)._replace(free=9)
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: free)
-        refused(lambda: convert.convert_checkpoint(source, target, to, 1), "bytes and 9 are free; ")
+        patch.setattr(shutil, "disk_usage", lambda path: nine_bytes_free)
+        assert_refused(
+            lambda: convert.convert_checkpoint(source, target, to, 1), "bytes and 9 are free; "
+        )
     assert not target.exists()
 
-    def full(file: Any, tensor: Any) -> None:
+    def fail_write(file: Any, tensor: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_writer, "_write_values", full)
-        refused(
+        patch.setattr(checkpoint_writer, "_write_values", fail_write)
+        assert_refused(
             lambda: convert.convert_checkpoint(source, target, to, 1),
             "(No space left on device); ",
             "are kept",
@@ -368,11 +414,11 @@ def test_full_disk(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not list(target.rglob("*.part"))
 
 
-def test_target_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_target_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     target = tmp_path / "file" / "to"
-    source = hf(tmp_path / "first")
-    refused(
+    source = write_odd_hf_folder(tmp_path / "first")
+    assert_refused(
         lambda: convert.convert_checkpoint(source, target, "hf", 1),
         f"target '{target}' cannot be written (Not a directory); ",
     )

@@ -14,30 +14,30 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.huggingface import tensors_of, write
+from fixtures.huggingface import make_tensors, write_hf_folder
 from fixtures.megatron import (
     CORE,
     CPU,
     DEGREES,
     FILE,
-    LARGE,
+    LARGE_SHAPE,
     LEGACY,
-    NORMS,
+    LEGACY_NORMS,
     PLAIN_CORE,
     SHAPE,
     SHAPES,
     Tensors,
-    args_of,
-    core,
-    flat,
-    in_blocks,
-    legacy,
-    padded,
-    shard_of,
-    write_large,
+    count_padded_rows,
+    flatten_tables,
+    interleave_gate_up,
+    make_args,
+    make_core_model,
+    make_legacy_model,
+    make_shard,
+    write_large_checkpoint,
     write_megatron,
 )
-from fixtures.megatron_loads import load
+from fixtures.megatron_loads import load_megatron_shard
 from steelyard import schema
 from steelyard.models import llama_placements
 from steelyard.models.llama import LlamaShape
@@ -48,52 +48,59 @@ from steelyard.weights import llama_weights as weights
 from steelyard.weights.megatron_args import LAYER_NAMES, to_megatron_name, to_our_name
 
 
-def assert_shares(
+def assert_loads_onto_shards(
     folder: Path, shape: LlamaShape, tensors: Tensors, degrees: tuple[int, ...] = DEGREES
 ) -> None:
     """Load a folder onto every shard of every tensor-parallel degree and assert that each local
     parameter, padding included, is the right slice of `tensors`.
     """
     for count in degrees:
-        rows = shape.vocab if count == 1 else padded(shape.vocab, count)
+        rows = shape.vocab if count == 1 else count_padded_rows(shape.vocab, count)
         for index in range(count):
-            found = load(folder, shape, Shard(index, count))
-            wanted = in_blocks(shard_of(tensors, shape, index, count, rows), shape)
-            assert found.keys() == wanted.keys()
-            for name, tensor in wanted.items():
-                assert torch.equal(found[name], tensor), (name, index, count)
+            loaded = load_megatron_shard(folder, shape, Shard(index, count))
+            expected = interleave_gate_up(make_shard(tensors, shape, index, count, rows), shape)
+            assert loaded.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(loaded[name], tensor), (name, index, count)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_huggingface_onto_shares(kind: str, tmp_path: Path) -> None:
-    assert_shares(write(tmp_path, SHAPES[kind]), SHAPES[kind], tensors_of(SHAPES[kind]))
+def test_hugging_face_is_loaded_onto_every_tensor_parallel_shard(kind: str, tmp_path: Path) -> None:
+    assert_loads_onto_shards(
+        write_hf_folder(tmp_path, SHAPES[kind]), SHAPES[kind], make_tensors(SHAPES[kind])
+    )
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("tp", DEGREES)
-def test_megatron_onto_shares(tp: int, kind: str, tmp_path: Path) -> None:
-    assert_shares(
-        write_megatron(tmp_path, SHAPES[kind], tp), SHAPES[kind], tensors_of(SHAPES[kind])
+def test_megatron_is_loaded_onto_every_tensor_parallel_shard(
+    tp: int, kind: str, tmp_path: Path
+) -> None:
+    assert_loads_onto_shards(
+        write_megatron(tmp_path, SHAPES[kind], tp), SHAPES[kind], make_tensors(SHAPES[kind])
     )
 
 
 SPELLINGS: dict[str, Callable[[Tensors], Any]] = {
-    "norms": lambda local: legacy(local, NORMS, final="final_norm"),
-    "transformer": lambda local: legacy(local, stack="transformer"),
-    "core": core,
-    "plain core": lambda local: core(local, PLAIN_CORE),
+    "norms": lambda local: make_legacy_model(local, LEGACY_NORMS, final="final_norm"),
+    "transformer": lambda local: make_legacy_model(local, stack="transformer"),
+    "core": make_core_model,
+    "plain core": lambda local: make_core_model(local, PLAIN_CORE),
 }
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_names(name: str, tmp_path: Path) -> None:
+def test_every_spelling_of_parameter_names_is_read(name: str, tmp_path: Path) -> None:
     shape = SHAPES["bias"]
-    assert_shares(
-        write_megatron(tmp_path, shape, spell=SPELLINGS[name]), shape, tensors_of(shape), (1, 4)
+    assert_loads_onto_shards(
+        write_megatron(tmp_path, shape, make_model=SPELLINGS[name]),
+        shape,
+        make_tensors(shape),
+        (1, 4),
     )
 
 
-def test_names_are_read_as_they_are_written() -> None:
+def test_written_parameter_names_are_read_back() -> None:
     names = checkpoint_tensors.list_parameter_names(SHAPES["bias"])
     assert len(names) == 2 * len(LEGACY) + 3
     for name in names:
@@ -105,50 +112,57 @@ def test_names_are_read_as_they_are_written() -> None:
     assert to_megatron_name("layers.11.down.weight") == "encoder.layers.11.mlp.dense_4h_to_h.weight"
     assert to_our_name("encoder.layers.01.mlp.dense_4h_to_h.weight") is None
     assert (
-        set(LEGACY.values()) | set(NORMS.values()) | set(CORE.values()) | set(PLAIN_CORE.values())
+        set(LEGACY.values())
+        | set(LEGACY_NORMS.values())
+        | set(CORE.values())
+        | set(PLAIN_CORE.values())
         <= LAYER_NAMES.keys()
     )
 
 
 @pytest.mark.parametrize("multiple", [1, 7, 128, 1000])
-def test_any_padding_of_the_vocabulary(multiple: int, tmp_path: Path) -> None:
-    def dirty(index: int, file: dict[str, Any]) -> None:
+def test_padding_rows_of_the_vocabulary_are_ignored(multiple: int, tmp_path: Path) -> None:
+    def fill_padding(index: int, file: dict[str, Any]) -> None:
         rows = file["model"]["language_model"]["embedding"]["word_embeddings"]["weight"]
         rows[max(0, SHAPE.vocab - index * len(rows)) :] = 7
 
-    write_megatron(tmp_path, multiple=multiple, change=dirty)
-    assert_shares(tmp_path, SHAPE, tensors_of(SHAPE), (1, 8))
+    write_megatron(tmp_path, multiple=multiple, change=fill_padding)
+    assert_loads_onto_shards(tmp_path, SHAPE, make_tensors(SHAPE), (1, 8))
 
 
 @pytest.mark.parametrize("given", ["", "ckpts", "checkpoints", "iter_0135000", "release"])
-def test_folders(given: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_found_from_every_folder_around_it(given: str, tmp_path: Path) -> None:
     inner = given if given.startswith(("ckpt", "check")) else ""
-    where = "release" if given == "release" else "iter_0135000"
-    write_megatron(tmp_path / inner, where=where)
+    checkpoint_name = "release" if given == "release" else "iter_0135000"
+    write_megatron(tmp_path / inner, subfolder=checkpoint_name)
     folder = tmp_path if inner else tmp_path / given
     model = weights.build_llama(SHAPE, CPU, torch.float32)
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     facts = weights.load_llama(
-        model, folder, SHAPE, Shard(), lambda done, total: told.append((done, total))
+        model, folder, SHAPE, Shard(), lambda done, total: progress.append((done, total))
     )
     size = 4 * count_parameters(model)
-    assert told == sorted(told)
-    assert told[-1] == (size, size)
-    files = [tmp_path / inner / where / f"mp_rank_{i:02}" / FILE for i in range(2)]
+    assert progress == sorted(progress)
+    assert progress[-1] == (size, size)
+    files = [tmp_path / inner / checkpoint_name / f"mp_rank_{rank:02}" / FILE for rank in range(2)]
     entries = [
         sorted(
-            (k, "F32", list(t.shape)) for k, t in flat(torch.load(f, weights_only=False)["model"])
+            (key, "F32", list(tensor.shape))
+            for key, tensor in flatten_tables(torch.load(path, weights_only=False)["model"])
         )
-        for f in files
+        for path in files
     ]
-    covered = [[f.stat().st_size, 135000, e] for f, e in zip(files, entries, strict=True)]
+    digested = [
+        [path.stat().st_size, 135000, path_entries]
+        for path, path_entries in zip(files, entries, strict=True)
+    ]
     assert facts == {
         "source": "megatron",
         "files": [
-            {"name": f"mp_rank_{i:02}/{FILE}", "bytes": f.stat().st_size}
-            for i, f in enumerate(files)
+            {"name": f"mp_rank_{rank:02}/{FILE}", "bytes": path.stat().st_size}
+            for rank, path in enumerate(files)
         ],
-        "header_sha256": sha256(schema.to_canonical_json(covered).encode()).hexdigest(),
+        "header_sha256": sha256(schema.to_canonical_json(digested).encode()).hexdigest(),
         "parameters": count_parameters(model),
         "tp": 2,
         "iteration": "release" if given == "release" else "135000",
@@ -156,14 +170,14 @@ def test_folders(given: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("without", ["args", "most", "vocab", "groups"])
-def test_args_that_say_little(without: str, tmp_path: Path) -> None:
+def test_missing_args_are_tolerated(without: str, tmp_path: Path) -> None:
     shape = replace(SHAPE, kv_heads=16) if without == "groups" else SHAPE
     absent: dict[str, list[str]] = {
         "vocab": ["vocab_size"],
         "groups": ["group_query_attention", "num_query_groups"],
     }
     args = dict.fromkeys(
-        absent.get(without, list(args_of(shape, 2, 1)) if without == "most" else [])
+        absent.get(without, list(make_args(shape, 2, 1)) if without == "most" else [])
     )
 
     def change(index: int, file: dict[str, Any]) -> None:
@@ -171,7 +185,7 @@ def test_args_that_say_little(without: str, tmp_path: Path) -> None:
             del file["args"]
 
     write_megatron(tmp_path, shape, args=args, change=change)
-    assert_shares(tmp_path, shape, tensors_of(shape), (2,))
+    assert_loads_onto_shards(tmp_path, shape, make_tensors(shape), (2,))
 
 
 def test_newer_names_of_args(tmp_path: Path) -> None:
@@ -182,47 +196,51 @@ def test_newer_names_of_args(tmp_path: Path) -> None:
         "true_vocab_size": 251,
     }
     write_megatron(tmp_path, args=args | {"rotary_base": 10000, "max_position_embeddings": 4096})
-    assert_shares(tmp_path, SHAPE, tensors_of(SHAPE), (1,))
+    assert_loads_onto_shards(tmp_path, SHAPE, make_tensors(SHAPE), (1,))
 
 
-def test_values_are_cast(tmp_path: Path) -> None:
-    tensors = {name: t.bfloat16() for name, t in tensors_of(SHAPE).items()}
+def test_stored_values_are_cast_to_the_dtype_of_the_model(tmp_path: Path) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in make_tensors(SHAPE).items()}
     write_megatron(tmp_path, tensors=tensors)
-    wanted = in_blocks(shard_of(tensors, SHAPE, 1, 2, padded(SHAPE.vocab, 2)), SHAPE)
+    expected = interleave_gate_up(
+        make_shard(tensors, SHAPE, 1, 2, count_padded_rows(SHAPE.vocab, 2)), SHAPE
+    )
     for dtype in (torch.bfloat16, torch.float16):
-        for name, found in load(tmp_path, SHAPE, Shard(1, 2), dtype).items():
-            assert found.dtype == dtype
-            assert torch.equal(found, wanted[name].to(dtype)), name
+        for name, loaded in load_megatron_shard(tmp_path, SHAPE, Shard(1, 2), dtype).items():
+            assert loaded.dtype == dtype
+            assert torch.equal(loaded, expected[name].to(dtype)), name
 
 
-def test_zero_biases_are_left_out(tmp_path: Path) -> None:
+def test_zero_biases_are_ignored(tmp_path: Path) -> None:
     def change(index: int, file: dict[str, Any]) -> None:
-        table = file["model"]["language_model"]["encoder"]
-        for i in range(2):
-            table[f"layers.{i}.self_attention.query_key_value.bias"] = torch.zeros(64)
-            table[f"layers.{i}.self_attention.dense.bias"] = torch.zeros(64)
-            table[f"layers.{i}.mlp.dense_h_to_4h.bias"] = torch.zeros(96)
-            table[f"layers.{i}.mlp.dense_4h_to_h.bias"] = torch.zeros(64)
+        encoder = file["model"]["language_model"]["encoder"]
+        for layer in range(2):
+            encoder[f"layers.{layer}.self_attention.query_key_value.bias"] = torch.zeros(64)
+            encoder[f"layers.{layer}.self_attention.dense.bias"] = torch.zeros(64)
+            encoder[f"layers.{layer}.mlp.dense_h_to_4h.bias"] = torch.zeros(96)
+            encoder[f"layers.{layer}.mlp.dense_4h_to_h.bias"] = torch.zeros(64)
 
-    assert_shares(write_megatron(tmp_path, change=change), SHAPE, tensors_of(SHAPE), (2,))
+    assert_loads_onto_shards(
+        write_megatron(tmp_path, change=change), SHAPE, make_tensors(SHAPE), (2,)
+    )
 
 
-def test_patched_values(tmp_path: Path) -> None:
+def test_interleaved_rotary_values_are_put_in_order(tmp_path: Path) -> None:
     """Rows of a V head that are stored as 0 1 2 3 belong at positions 0 2 1 3 of a head of four."""
     shape = replace(SHAPE, qkv_bias=True, head_dim=8, heads=8)
-    tensors = tensors_of(shape)
+    tensors = make_tensors(shape)
     stored = dict(tensors)
     # the file stores the even rows of a head first, then the odd ones
     order = [0, 2, 4, 6, 1, 3, 5, 7]
-    for i in range(2):
+    for layer in range(2):
         for kind in ("weight", "bias"):
-            name = f"model.layers.{i}.self_attn.v_proj.{kind}"
+            name = f"model.layers.{layer}.self_attn.v_proj.{kind}"
             stored[name] = torch.cat([head[order] for head in torch.split(tensors[name], 8)])
     write_megatron(tmp_path, shape, tensors=stored, args={"rotary_interleaved_patch": True})
-    assert_shares(tmp_path, shape, tensors, (1, 2, 8))
+    assert_loads_onto_shards(tmp_path, shape, tensors, (1, 2, 8))
 
 
-def test_one_patched_head() -> None:
+def test_one_interleaved_head_by_hand() -> None:
     """Rows a, b, c, d, viewed as [[a, b], [c, d]] and transposed to [[a, c], [b, d]], become a, c,
     b, d.
     """
@@ -233,32 +251,38 @@ def test_one_patched_head() -> None:
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_random_shares_are_slices_of_the_whole(kind: str) -> None:
+def test_random_shards_are_slices_of_the_full_model(kind: str) -> None:
     shape = SHAPES[kind]
-    whole = weights.build_llama(shape, CPU, torch.float32)
-    weights.fill_random_llama_weights(whole, 3)
-    again = weights.build_llama(shape, CPU, torch.float32)
-    weights.fill_random_llama_weights(again, 3, shape, Shard())
-    named = dict(whole.named_parameters())
-    assert all(torch.equal(named[name], p) for name, p in again.named_parameters())
-    theirs_now = {name: torch.empty_like(t) for name, t in tensors_of(shape).items()}
-    weights.copy_to_hf_model(whole, theirs_now)
+    full_model = weights.build_llama(shape, CPU, torch.float32)
+    weights.fill_random_llama_weights(full_model, 3)
+    full_model_again = weights.build_llama(shape, CPU, torch.float32)
+    weights.fill_random_llama_weights(full_model_again, 3, shape, Shard())
+    full_parameters = dict(full_model.named_parameters())
+    assert all(
+        torch.equal(full_parameters[name], weight)
+        for name, weight in full_model_again.named_parameters()
+    )
+    hf_tensors = {name: torch.empty_like(tensor) for name, tensor in make_tensors(shape).items()}
+    weights.copy_to_hf_model(full_model, hf_tensors)
     for count in (2, 4, 8):
         for index in range(count):
-            part = weights.build_llama(shape, CPU, torch.float32, Shard(index, count))
-            assert part.shape == llama_placements.make_shard_shape(shape, Shard(index, count))
-            assert (part.output.weight is part.embed.weight) == shape.tied
-            weights.fill_random_llama_weights(part, 3, shape, Shard(index, count))
-            wanted = in_blocks(
-                shard_of(theirs_now, shape, index, count, padded(shape.vocab, count)), shape
+            shard_model = weights.build_llama(shape, CPU, torch.float32, Shard(index, count))
+            assert shard_model.shape == llama_placements.make_shard_shape(
+                shape, Shard(index, count)
             )
-            for name, parameter in part.named_parameters():
-                assert torch.equal(parameter, wanted[name]), (name, index, count)
+            assert (shard_model.output.weight is shard_model.embed.weight) == shape.tied
+            weights.fill_random_llama_weights(shard_model, 3, shape, Shard(index, count))
+            expected = interleave_gate_up(
+                make_shard(hf_tensors, shape, index, count, count_padded_rows(shape.vocab, count)),
+                shape,
+            )
+            for name, parameter in shard_model.named_parameters():
+                assert torch.equal(parameter, expected[name]), (name, index, count)
 
 
 # Runs in a process of its own and prints the peak of anonymous memory during loading, in bytes
 # above what the built model takes.
-MEMORY = """
+MEMORY_PROGRAM = """
 import json, re, sys, threading, torch
 from pathlib import Path
 from steelyard.weights import llama_weights as weights
@@ -296,7 +320,7 @@ print(max(highest, anonymous()) - before)
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """Write a checkpoint of two gigabytes; return its folder and the bytes of its largest tensor."""
     folder = tmp_path_factory.mktemp("large")
-    return folder, write_large(folder, 2)
+    return folder, write_large_checkpoint(folder, 2)
 
 
 @pytest.mark.full
@@ -307,17 +331,21 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     "share, way",
     [((0, 1), "streamed"), ((1, 2), "streamed"), ((1, 4), "streamed"), ((1, 4), "copied")],
 )
-def test_host_memory(share: tuple[int, int], way: str, large: tuple[Path, int]) -> None:
-    folder, largest = large
+def test_loading_needs_little_more_host_memory_than_the_largest_tensor(
+    share: tuple[int, int], way: str, large: tuple[Path, int]
+) -> None:
+    folder, largest_bytes = large
     command = [
         sys.executable,
         "-c",
-        MEMORY,
+        MEMORY_PROGRAM,
         str(folder),
-        json.dumps(asdict(LARGE)),
+        json.dumps(asdict(LARGE_SHAPE)),
         json.dumps(share),
         way,
     ]
-    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    growth_bytes = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     # The way "copied" keeps a second copy of all tensors: it shows that the limit can be exceeded.
-    assert (grown < 1.3 * largest) == (way == "streamed"), f"{grown}, largest {largest}"
+    assert (growth_bytes < 1.3 * largest_bytes) == (way == "streamed"), (
+        f"{growth_bytes}, largest {largest_bytes}"
+    )

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.huggingface import write
-from fixtures.megatron import CPU, FILE, SHAPE, SHAPES, Change, args_of, write_megatron
-from fixtures.megatron_loads import load
+from fixtures.huggingface import write_hf_folder
+from fixtures.megatron import CPU, FILE, SHAPE, SHAPES, ShardChange, make_args, write_megatron
+from fixtures.megatron_loads import load_megatron_shard
 from steelyard.errors import RequestError
 from steelyard.models.llama import LlamaShape
 from steelyard.models.llama_placements import Shard
@@ -20,104 +20,110 @@ from steelyard.weights import convert
 from steelyard.weights import llama_weights as weights
 
 
-def put(**changes: Any) -> Change:
+def change_second_shard(**changes: Any) -> ShardChange:
     """Return a change of shard 1's encoder: entries by name, with two underscores for each dot;
     None removes an entry.
     """
 
     def change(index: int, file: dict[str, Any]) -> None:
-        table = file["model"]["language_model"]["encoder"]
+        encoder = file["model"]["language_model"]["encoder"]
         for key, value in changes.items():
             if index == 1 and value is None:
-                del table[key.replace("__", ".")]
+                del encoder[key.replace("__", ".")]
             elif index == 1:
-                table[key.replace("__", ".")] = value
+                encoder[key.replace("__", ".")] = value
 
     return change
 
 
-def refused(folder: Path, *fragments: str, shape: LlamaShape = SHAPE) -> None:
+def assert_refused(folder: Path, *fragments: str, shape: LlamaShape = SHAPE) -> None:
     """Assert that loading is refused in one line that holds the fragments and a next step."""
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError) as error:
         weights.load_llama(weights.build_llama(shape, CPU, torch.float32), folder, shape, Shard())
-    line = str(caught.value)
+    line = str(error.value)
     assert "\n" not in line
     assert "; " in line, f"no next step in: {line}"
     for fragment in fragments:
         assert fragment in line, f"{fragment!r} is not in: {line}"
 
 
-QKV0 = "layers__0__self_attention__query_key_value__weight"
-TENSOR_ERRORS: dict[str, tuple[Change, str]] = {
+FIRST_QKV = "layers__0__self_attention__query_key_value__weight"
+TENSOR_ERRORS: dict[str, tuple[ShardChange, str]] = {
     "missing": (
-        put(**{QKV0: None}),
-        f"tensor 'language_model.encoder.{QKV0.replace('__', '.')}' is none, in mp_rank_00 it",
+        change_second_shard(**{FIRST_QKV: None}),
+        f"tensor 'language_model.encoder.{FIRST_QKV.replace('__', '.')}' is none, in mp_rank_00 it",
     ),
     "shape": (
-        put(**{QKV0: torch.ones(32, 64)}),
+        change_second_shard(**{FIRST_QKV: torch.ones(32, 64)}),
         "is F32 [32, 64], in mp_rank_00 it is F32 [64, 64]; ",
     ),
     "dtype": (
-        put(**{QKV0: torch.ones(64, 64).half()}),
+        change_second_shard(**{FIRST_QKV: torch.ones(64, 64).half()}),
         "is F16 [64, 64], in mp_rank_00 it is F32 [64, 64]; ",
     ),
     "unknown": (
-        put(layers__0__extra__weight=torch.ones(2)),
+        change_second_shard(layers__0__extra__weight=torch.ones(2)),
         "tensor 'language_model.encoder.layers.0.extra.weight' F32 [2] has",
     ),
     "twice": (
-        put(final_norm__weight=torch.ones(64)),
+        change_second_shard(final_norm__weight=torch.ones(64)),
         "is there already as 'language_model.encoder.final_layernorm.weight'; ",
     ),
     "norm": (
-        put(final_layernorm__weight=torch.ones(64)),
+        change_second_shard(final_layernorm__weight=torch.ones(64)),
         "final_layernorm.weight' F32 [64] differs from the one in mp_rank_00",
     ),
     "object": (
-        put(final_layernorm__weight=3),
+        change_second_shard(final_layernorm__weight=3),
         "'language_model.encoder.final_layernorm.weight' is no tensor; ",
     ),
 }
 
 
 @pytest.mark.parametrize("name", TENSOR_ERRORS)
-def test_one_wrong_shard(name: str, tmp_path: Path) -> None:
+def test_a_shard_that_differs_from_the_first_is_refused(name: str, tmp_path: Path) -> None:
     change, fragment = TENSOR_ERRORS[name]
-    refused(
+    assert_refused(
         write_megatron(tmp_path, change=change),
         f"{tmp_path}/iter_0135000/mp_rank_01/{FILE}: ",
         fragment,
     )
 
 
-def everywhere(change: Change) -> Change:
+def change_every_shard(change: ShardChange) -> ShardChange:
     """Return the change of change_second_shard for every shard."""
     return lambda index, file: change(1, file)
 
 
-ALL_ERRORS: dict[str, tuple[Change, str]] = {
+ALL_ERRORS: dict[str, tuple[ShardChange, str]] = {
     "missing": (
-        everywhere(put(**{QKV0: None})),
-        f"{QKV0.replace('__', '.')}' [64, 64] is missing, 1 in all; ",
+        change_every_shard(change_second_shard(**{FIRST_QKV: None})),
+        f"{FIRST_QKV.replace('__', '.')}' [64, 64] is missing, 1 in all; ",
     ),
     "shape": (
-        everywhere(put(**{QKV0: torch.ones(32, 64)})),
+        change_every_shard(change_second_shard(**{FIRST_QKV: torch.ones(32, 64)})),
         "weight' F32 [32, 64]: the shape must be [64, 64]; ",
     ),
     "int8": (
-        everywhere(put(**{QKV0: torch.ones(64, 64).char()})),
+        change_every_shard(change_second_shard(**{FIRST_QKV: torch.ones(64, 64).char()})),
         "int8 [64, 64]: allowed dtypes are F64, F32, F16, BF16; ",
     ),
     "layer": (
-        everywhere(put(layers__2__mlp__dense_4h_to_h__weight=torch.ones(64, 48))),
+        change_every_shard(
+            change_second_shard(layers__2__mlp__dense_4h_to_h__weight=torch.ones(64, 48))
+        ),
         "F32 [64, 48] has no place in this",
     ),
     "bias": (
-        everywhere(put(layers__1__mlp__dense_4h_to_h__bias=torch.eye(64)[3])),
+        change_every_shard(
+            change_second_shard(layers__1__mlp__dense_4h_to_h__bias=torch.eye(64)[3])
+        ),
         "bias' F32 [64] is not zero, and this",
     ),
     "qkv bias": (
-        everywhere(put(layers__1__self_attention__query_key_value__bias=torch.ones(64))),
+        change_every_shard(
+            change_second_shard(layers__1__self_attention__query_key_value__bias=torch.ones(64))
+        ),
         "bias' F32 [64] is not zero, and this",
     ),
     "no model": (
@@ -152,9 +158,9 @@ ALL_ERRORS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", ALL_ERRORS)
-def test_wrong_shards(name: str, tmp_path: Path) -> None:
+def test_wrong_tensors_and_headers_are_refused(name: str, tmp_path: Path) -> None:
     change, fragment = ALL_ERRORS[name]
-    refused(
+    assert_refused(
         write_megatron(tmp_path, change=change),
         f"{tmp_path}/iter_0135000/mp_rank_00/{FILE}: ",
         fragment,
@@ -246,101 +252,105 @@ ARGS_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         },
     ],
 )
-def test_args_that_change_nothing(args: dict[str, Any], tmp_path: Path) -> None:
-    load(write_megatron(tmp_path, args=args), SHAPE, Shard())
+def test_args_with_default_values_are_accepted(args: dict[str, Any], tmp_path: Path) -> None:
+    load_megatron_shard(write_megatron(tmp_path, args=args), SHAPE, Shard())
 
 
 @pytest.mark.parametrize("name", ARGS_ERRORS)
-def test_args_of_another_model(name: str, tmp_path: Path) -> None:
+def test_args_of_another_model_are_refused(name: str, tmp_path: Path) -> None:
     args, fragment = ARGS_ERRORS[name]
-    refused(
+    assert_refused(
         write_megatron(tmp_path, args=args),
         f"{tmp_path}/iter_0135000/mp_rank_00/{FILE}: ",
         fragment,
     )
 
 
-def test_vocabulary_too_small(tmp_path: Path) -> None:
+def test_a_vocabulary_smaller_than_the_cases_is_refused(tmp_path: Path) -> None:
     write_megatron(tmp_path, args={"vocab_size": None})
-    refused(
+    assert_refused(
         tmp_path,
         "2 shards of it hold 256 rows, the case's vocab is 300; ",
         shape=replace(SHAPE, vocab=300),
     )
 
 
-def test_case_that_cannot_be_divided(tmp_path: Path) -> None:
-    few = replace(SHAPE, kv_heads=1, heads=8, head_dim=8)
-    every = dict.fromkeys(args_of(SHAPE, 2, 1))
-    write_megatron(tmp_path, args=every)
-    refused(
+def test_a_case_that_cannot_be_divided_into_the_shards_is_refused(tmp_path: Path) -> None:
+    one_kv_head = replace(SHAPE, kv_heads=1, heads=8, head_dim=8)
+    no_args = dict.fromkeys(make_args(SHAPE, 2, 1))
+    write_megatron(tmp_path, args=no_args)
+    assert_refused(
         tmp_path,
         "is one of 2 shards, and the case's kv_heads 1 cannot be divided by 2; ",
-        shape=few,
+        shape=one_kv_head,
     )
 
 
-def test_tied_model_with_an_output(tmp_path: Path) -> None:
+def test_an_output_layer_of_a_tied_model_is_refused(tmp_path: Path) -> None:
     write_megatron(tmp_path, args={"untie_embeddings_and_output_weights": None})
-    refused(
+    assert_refused(
         tmp_path,
         "tensor 'language_model.output_layer.weight' F32 [128, 64] has no",
         shape=SHAPES["tied"],
     )
 
 
-def test_shards_of_two_releases(tmp_path: Path) -> None:
+def test_shards_of_two_iterations_are_refused(tmp_path: Path) -> None:
     write_megatron(
-        tmp_path, where="release", change=lambda index, file: file.update(iteration=index)
+        tmp_path, subfolder="release", change=lambda index, file: file.update(iteration=index)
     )
-    refused(tmp_path, f"{tmp_path}/release/mp_rank_01/{FILE}: is of iteration 1, mp_rank_00 of 0; ")
+    assert_refused(
+        tmp_path, f"{tmp_path}/release/mp_rank_01/{FILE}: is of iteration 1, mp_rank_00 of 0; "
+    )
 
 
-def test_missing_shards(tmp_path: Path) -> None:
+def test_missing_shards_are_refused(tmp_path: Path) -> None:
     write_megatron(tmp_path, tp=4)
-    at = tmp_path / "iter_0135000"
-    (at / "mp_rank_02" / FILE).rename(at / "kept")
-    refused(tmp_path, f"{at}/mp_rank_02/{FILE}: shard is missing; ")
-    (at / "mp_rank_02").rmdir()
-    refused(tmp_path, f"{at}/mp_rank_02: shard is missing, there are 3 others; ")
-    (at / "mp_rank_03").rename(at / "mp_rank_02")
-    refused(tmp_path, f"{at}: 4 shards are told of, 3 are here: mp_rank_03 is missing; fetch it")
-    shutil.rmtree(at / "mp_rank_02")
-    refused(
+    folder = tmp_path / "iter_0135000"
+    (folder / "mp_rank_02" / FILE).rename(folder / "kept")
+    assert_refused(tmp_path, f"{folder}/mp_rank_02/{FILE}: shard is missing; ")
+    (folder / "mp_rank_02").rmdir()
+    assert_refused(tmp_path, f"{folder}/mp_rank_02: shard is missing, there are 3 others; ")
+    (folder / "mp_rank_03").rename(folder / "mp_rank_02")
+    assert_refused(
+        tmp_path, f"{folder}: 4 shards are told of, 3 are here: mp_rank_03 is missing; fetch it"
+    )
+    shutil.rmtree(folder / "mp_rank_02")
+    assert_refused(
         tmp_path,
-        f"{at}: 4 shards are told of, 2 are here: mp_rank_02 and 1 more are missing; fetch them",
+        f"{folder}: 4 shards are told of, 2 are here: mp_rank_02 and 1 more are missing; fetch them",
     )
 
 
-def test_one_shard_too_many(tmp_path: Path) -> None:
-    at = write_megatron(tmp_path, tp=2) / "iter_0135000"
-    shutil.copytree(at / "mp_rank_01", at / "mp_rank_02")
-    refused(
+def test_an_extra_shard_is_refused(tmp_path: Path) -> None:
+    folder = write_megatron(tmp_path, tp=2) / "iter_0135000"
+    shutil.copytree(folder / "mp_rank_01", folder / "mp_rank_02")
+    assert_refused(
         tmp_path,
-        f"{at}: 2 shards are told of, 3 are here: mp_rank_02 is none of them; move it away",
+        f"{folder}: 2 shards are told of, 3 are here: mp_rank_02 is none of them; move it away",
     )
 
 
-def exchange(at: Path) -> None:
+def swap_shards_1_and_2(folder: Path) -> None:
     """Swap the folders of shards 1 and 2."""
-    (at / "mp_rank_01").rename(at / "kept")
-    (at / "mp_rank_02").rename(at / "mp_rank_01")
-    (at / "kept").rename(at / "mp_rank_02")
+    (folder / "mp_rank_01").rename(folder / "kept")
+    (folder / "mp_rank_02").rename(folder / "mp_rank_01")
+    (folder / "kept").rename(folder / "mp_rank_02")
 
 
-def test_exchanged_shards_that_we_wrote(tmp_path: Path) -> None:
+def test_swapped_shards_of_a_conversion_are_refused(tmp_path: Path) -> None:
     convert.convert_checkpoint(write_megatron(tmp_path / "from"), tmp_path / "to", "megatron", 4)
-    at = tmp_path / "to" / "iter_0135000"
-    exchange(at)
-    refused(
+    folder = tmp_path / "to" / "iter_0135000"
+    swap_shards_1_and_2(folder)
+    assert_refused(
         tmp_path / "to",
-        f"{at}/mp_rank_01/{FILE}: is shard 2 of its checkpoint, and its folder is mp_rank_01; ",
+        f"{folder}/mp_rank_01/{FILE}: is shard 2 of its checkpoint, and its folder is mp_rank_01; ",
     )
-    exchange(at)
-    load(tmp_path / "to", SHAPE, Shard())
+    swap_shards_1_and_2(folder)
+    load_megatron_shard(tmp_path / "to", SHAPE, Shard())
 
 
-def test_exchanged_shards_of_others(tmp_path: Path) -> None:
+def test_swapped_shards_of_a_training_are_refused(tmp_path: Path) -> None:
     """Megatron stores the rank of the whole training, which is the shard's number if tensor
     parallelism was the only one.
     """
@@ -348,79 +358,85 @@ def test_exchanged_shards_of_others(tmp_path: Path) -> None:
     def change(index: int, file: dict[str, Any]) -> None:
         file["args"].rank = index
 
-    at = write_megatron(tmp_path, tp=4, args={"world_size": 4}, change=change) / "iter_0135000"
-    load(tmp_path, SHAPE, Shard())
-    exchange(at)
-    refused(
+    folder = write_megatron(tmp_path, tp=4, args={"world_size": 4}, change=change) / "iter_0135000"
+    load_megatron_shard(tmp_path, SHAPE, Shard())
+    swap_shards_1_and_2(folder)
+    assert_refused(
         tmp_path,
-        f"{at}/mp_rank_01/{FILE}: is shard 2 of its checkpoint, and its folder is mp_rank_01; ",
+        f"{folder}/mp_rank_01/{FILE}: is shard 2 of its checkpoint, and its folder is mp_rank_01; ",
     )
 
 
 @pytest.mark.parametrize(
     "world, ranks", [(4, (0, 0, 0, 0)), (8, (0, 2, 1, 3)), (None, (0, 2, 1, 3)), (4, (0, 2, 4, 6))]
 )
-def test_ranks_that_say_nothing(world: int | None, ranks: tuple[int, ...], tmp_path: Path) -> None:
+def test_uninformative_ranks_are_ignored(
+    world: int | None, ranks: tuple[int, ...], tmp_path: Path
+) -> None:
     """Conversion tools write every shard from one process, so their ranks do not number the shards."""
 
     def change(index: int, file: dict[str, Any]) -> None:
         file["args"].rank = ranks[index]
 
-    load(write_megatron(tmp_path, tp=4, args={"world_size": world}, change=change), SHAPE, Shard())
+    load_megatron_shard(
+        write_megatron(tmp_path, tp=4, args={"world_size": world}, change=change), SHAPE, Shard()
+    )
 
 
-def test_pipeline(tmp_path: Path) -> None:
-    at = write_megatron(tmp_path) / "iter_0135000"
-    (at / "mp_rank_00").rename(at / "mp_rank_00_000")
-    (at / "mp_rank_01").rename(at / "mp_rank_00_001")
-    refused(tmp_path, f"{at}/mp_rank_00_000: is of a checkpoint split over a pipeline, ")
-    refused(at, f"{at}/mp_rank_00_000: is of a checkpoint split over a pipeline, ")
+def test_a_pipeline_parallel_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = write_megatron(tmp_path) / "iter_0135000"
+    (folder / "mp_rank_00").rename(folder / "mp_rank_00_000")
+    (folder / "mp_rank_01").rename(folder / "mp_rank_00_001")
+    assert_refused(tmp_path, f"{folder}/mp_rank_00_000: is of a checkpoint split over a pipeline, ")
+    assert_refused(folder, f"{folder}/mp_rank_00_000: is of a checkpoint split over a pipeline, ")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99, 1.0])
-def test_truncated_shard(share: float, tmp_path: Path) -> None:
+def test_a_truncated_shard_is_refused(share: float, tmp_path: Path) -> None:
     path = write_megatron(tmp_path) / "iter_0135000" / "mp_rank_01" / FILE
     raw = path.read_bytes()
     path.write_bytes(raw[: int(len(raw) * share) - (share == 1)])
-    refused(tmp_path, f"{path}: ")
+    assert_refused(tmp_path, f"{path}: ")
 
 
-def test_trackers(tmp_path: Path) -> None:
+def test_an_invalid_tracker_is_refused(tmp_path: Path) -> None:
     tracker = write_megatron(tmp_path) / "latest_checkpointed_iteration.txt"
     for word in ("x", "", "-1", "1" * 99, "iter_0135000"):
         tracker.write_text(word)
-        refused(tmp_path, f"{tracker}: says '{word[:90]}", "allowed: a number or release; ")
+        assert_refused(tmp_path, f"{tracker}: says '{word[:90]}", "allowed: a number or release; ")
     tracker.write_bytes(b"\xff\n")
-    refused(tmp_path, f"{tracker}: says ")
+    assert_refused(tmp_path, f"{tracker}: says ")
     tracker.write_text("7")
-    refused(tmp_path, f"{tracker}: says 7, and there is no folder iter_0000007; ")
+    assert_refused(tmp_path, f"{tracker}: says 7, and there is no folder iter_0000007; ")
     tracker.unlink()
-    refused(
+    assert_refused(
         tmp_path,
         f"{tmp_path}: has no latest_checkpointed_iteration.txt ",
         f"; give {tmp_path}/iter_0135000",
     )
     shutil.rmtree(tmp_path / "iter_0135000")
-    refused(tmp_path, str(tmp_path))
+    assert_refused(tmp_path, str(tmp_path))
 
 
-def test_both_layouts_in_one_folder(tmp_path: Path) -> None:
-    write(write_megatron(tmp_path), SHAPE)
-    refused(
+def test_a_folder_with_both_layouts_is_refused(tmp_path: Path) -> None:
+    write_hf_folder(write_megatron(tmp_path), SHAPE)
+    assert_refused(
         tmp_path,
         f"{tmp_path}: holds a Hugging Face and a Megatron checkpoint; give {tmp_path}/iter_0135000",
     )
-    load(tmp_path / "iter_0135000", SHAPE, Shard())
+    load_megatron_shard(tmp_path / "iter_0135000", SHAPE, Shard())
 
 
-def test_checkpoints_below_a_hugging_face_folder(tmp_path: Path) -> None:
-    write_megatron(write(tmp_path, SHAPE) / "checkpoints")
+def test_hugging_face_wins_over_megatron_in_a_subfolder(tmp_path: Path) -> None:
+    write_megatron(write_hf_folder(tmp_path, SHAPE) / "checkpoints")
     (tmp_path / "release").mkdir()
     model = weights.build_llama(SHAPE, CPU, torch.float32)
     assert weights.load_llama(model, tmp_path, SHAPE, Shard())["source"] == "huggingface"
 
 
-def test_unfinished_conversion(tmp_path: Path) -> None:
+def test_an_unfinished_conversion_is_refused(tmp_path: Path) -> None:
     (write_megatron(tmp_path) / "conversion.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "iter_0135000"):
-        refused(folder, f"{tmp_path}/conversion.json: says that its folder is not complete; ")
+        assert_refused(
+            folder, f"{tmp_path}/conversion.json: says that its folder is not complete; "
+        )

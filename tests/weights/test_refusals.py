@@ -18,15 +18,15 @@ from fixtures.huggingface import (
     SHAPE,
     TIED,
     assert_holds,
-    load,
-    refused,
-    tensors_of,
-    write,
-    write_index,
-    write_sharded,
+    assert_load_refused,
+    load_llama,
+    make_tensors,
+    write_hf_folder,
+    write_hf_index,
+    write_hf_shards,
 )
 
-TYPES = "allowed: 'llama', 'aquila', 'mistral', 'qwen2', 'qwen3'; "
+ALLOWED_TYPES = "allowed: 'llama', 'aquila', 'mistral', 'qwen2', 'qwen3'; "
 CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "hidden": ({"hidden_size": 64}, "hidden_size is 64, the case's hidden is 32; "),
     "layers": ({"num_hidden_layers": 3}, "num_hidden_layers is 3, the case's layers is 2; "),
@@ -74,8 +74,11 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rope": ({"rope_scaling": [1]}, "rope_scaling is [1], not a table; "),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, allowed: 1.0; "),
-    "type": ({"model_type": "gemma", "hidden_size": 64}, f"model_type is 'gemma', {TYPES}"),
-    "no type": ({"model_type": None, "hidden_size": 64}, f"model_type is 'absent', {TYPES}"),
+    "type": ({"model_type": "gemma", "hidden_size": 64}, f"model_type is 'gemma', {ALLOWED_TYPES}"),
+    "no type": (
+        {"model_type": None, "hidden_size": 64},
+        f"model_type is 'absent', {ALLOWED_TYPES}",
+    ),
     "mistral": (
         {"model_type": "mistral", "sliding_window": None},
         "qkv_bias of model_type 'mistral' is False, the case's qkv_bias is True; ",
@@ -105,9 +108,9 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CONFIG_ERRORS)
-def test_config_of_another_model(name: str, tmp_path: Path) -> None:
+def test_a_config_of_another_model_is_refused(name: str, tmp_path: Path) -> None:
     changes, fragment = CONFIG_ERRORS[name]
-    refused(write(tmp_path, **changes), f"{tmp_path}/config.json: ", fragment)
+    assert_load_refused(write_hf_folder(tmp_path, **changes), f"{tmp_path}/config.json: ", fragment)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +123,10 @@ def test_config_of_another_model(name: str, tmp_path: Path) -> None:
         {"head_dim": 8, "hidden_act": "silu", "mlp_bias": False, "model_type": "aquila"},
     ],
 )
-def test_config_of_the_same_model(changes: dict[str, Any], tmp_path: Path) -> None:
-    load(write(tmp_path, **changes))
+def test_other_spellings_of_the_same_config_are_accepted(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    load_llama(write_hf_folder(tmp_path, **changes))
 
 
 JSON_ERRORS: dict[str, tuple[bytes, str]] = {
@@ -136,29 +141,33 @@ JSON_ERRORS: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
 @pytest.mark.parametrize("name", JSON_ERRORS)
-def test_broken_json(name: str, file: str, tmp_path: Path) -> None:
-    write_sharded(tmp_path)
+def test_invalid_json_files_are_refused(name: str, file: str, tmp_path: Path) -> None:
+    write_hf_shards(tmp_path)
     raw, fragment = JSON_ERRORS[name]
     (tmp_path / file).write_bytes(raw)
-    refused(tmp_path, f"{tmp_path}/{file}: {fragment}")
+    assert_load_refused(tmp_path, f"{tmp_path}/{file}: {fragment}")
 
 
-def test_no_folder(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere", f"weights folder '{tmp_path}/nowhere' does not exist; ")
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    assert_load_refused(
+        tmp_path / "nowhere", f"weights folder '{tmp_path}/nowhere' does not exist; "
+    )
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    refused(
-        write(tmp_path) / "config.json",
+def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    assert_load_refused(
+        write_hf_folder(tmp_path) / "config.json",
         f"weights '{tmp_path}/config.json' is a file; give the folder of the checkpoint",
     )
 
 
-def test_neither_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "notes.txt").touch()
     monkeypatch.chdir(tmp_path)
     for folder in (tmp_path, Path()):
-        refused(
+        assert_load_refused(
             folder,
             f"{tmp_path}: holds no checkpoint, neither ",
             "Hugging Face's (config.json and model.safetensors or model.safetensors.index.json)",
@@ -166,155 +175,170 @@ def test_neither_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         )
 
 
-def test_no_config(tmp_path: Path) -> None:
-    (write(tmp_path) / "config.json").unlink()
-    refused(tmp_path, f"{tmp_path}/config.json: cannot be read (No such file or directory); ")
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    (write_hf_folder(tmp_path) / "config.json").unlink()
+    assert_load_refused(
+        tmp_path, f"{tmp_path}/config.json: cannot be read (No such file or directory); "
+    )
 
 
-def test_no_weights(tmp_path: Path) -> None:
-    (write(tmp_path) / "model.safetensors").unlink()
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    (write_hf_folder(tmp_path) / "model.safetensors").unlink()
     neither = "has neither model.safetensors nor model.safetensors.index.json; "
-    refused(tmp_path, neither + "give a Hugging Face folder")
+    assert_load_refused(tmp_path, neither + "give a Hugging Face folder")
     (tmp_path / "consolidated.00.pth").write_bytes(b"\x80")
-    known = (
+    other_format = (
         "only model.safetensors and pytorch_model.bin are read, convert 'consolidated.00.pth' with"
         " transformers'"
     )
-    refused(tmp_path, neither + known)
+    assert_load_refused(tmp_path, neither + other_format)
 
 
 Tensors = dict[str, Tensor]
 
 
-def without(*names: str) -> Callable[[Tensors], Tensors]:
+def remove_tensors(*names: str) -> Callable[[Tensors], Tensors]:
     """Return a function that removes tensors by name."""
-    return lambda tensors: {name: t for name, t in tensors.items() if name not in names}
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
-def put(**changes: Tensor) -> Callable[[Tensors], Tensors]:
+def replace_tensors(**changes: Tensor) -> Callable[[Tensors], Tensors]:
     """Return a function that adds or replaces tensors; two underscores in a name stand for a dot."""
-    return lambda tensors: tensors | {name.replace("__", "."): t for name, t in changes.items()}
+    return lambda tensors: (
+        tensors | {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    )
 
 
 OUT_BIAS = "model__layers__0__self_attn__o_proj__bias"
 TENSOR_ERRORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
-    "missing": (without(Q0), f"tensor '{Q0}' [32, 32] is missing, 1 in all; "),
+    "missing": (remove_tensors(Q0), f"tensor '{Q0}' [32, 32] is missing, 1 in all; "),
     "two": (
-        without("lm_head.weight", "model.norm.weight"),
+        remove_tensors("lm_head.weight", "model.norm.weight"),
         "tensor 'lm_head.weight' [61, 32] is missing, 2 in all; ",
     ),
     "bias": (
-        without("model.layers.1.self_attn.k_proj.bias"),
+        remove_tensors("model.layers.1.self_attn.k_proj.bias"),
         "k_proj.bias' [16] is missing, 1 in all; ",
     ),
-    "extra": (put(extra=torch.ones(3)), "tensor 'extra' F32 [3] has no place in this model; "),
+    "extra": (
+        replace_tensors(extra=torch.ones(3)),
+        "tensor 'extra' F32 [3] has no place in this model; ",
+    ),
     "layer": (
-        put(model__layers__2__mlp__down_proj__weight=torch.ones(32, 48)),
+        replace_tensors(model__layers__2__mlp__down_proj__weight=torch.ones(32, 48)),
         "down_proj.weight' F32 [32, 48] has no",
     ),
     "shape": (
-        put(**{Q0.replace(".", "__"): torch.ones(16, 32)}),
+        replace_tensors(**{Q0.replace(".", "__"): torch.ones(16, 32)}),
         f"'{Q0}' F32 [16, 32]: the shape must be [32, 32]; ",
     ),
     "flat": (
-        put(**{Q0.replace(".", "__"): torch.ones(1024)}),
+        replace_tensors(**{Q0.replace(".", "__"): torch.ones(1024)}),
         f"tensor '{Q0}' F32 [1024]: the shape must be [32, 32]; ",
     ),
     "up": (
-        put(model__layers__0__mlp__up_proj__weight=torch.ones(32, 48)),
+        replace_tensors(model__layers__0__mlp__up_proj__weight=torch.ones(32, 48)),
         "[32, 48]: the shape must be [48, 32]; ",
     ),
     "int": (
-        put(model__norm__weight=torch.ones(32, dtype=torch.int8)),
+        replace_tensors(model__norm__weight=torch.ones(32, dtype=torch.int8)),
         "'model.norm.weight' I8 [32]: allowed dtypes are",
     ),
     "bool": (
-        put(model__norm__weight=torch.ones(32, dtype=torch.bool)),
+        replace_tensors(model__norm__weight=torch.ones(32, dtype=torch.bool)),
         "BOOL [32]: allowed dtypes are F64, F32, F16, BF16",
     ),
     "out": (
-        put(**{OUT_BIAS: torch.eye(32)[31].contiguous()}),
+        replace_tensors(**{OUT_BIAS: torch.eye(32)[31].contiguous()}),
         "o_proj.bias' [32] is not zero, and this model's output",
     ),
     "nan": (
-        put(**{OUT_BIAS: torch.full((32,), torch.nan)}),
+        replace_tensors(**{OUT_BIAS: torch.full((32,), torch.nan)}),
         "o_proj.bias' [32] is not zero, and this model's output",
     ),
 }
 
 
 @pytest.mark.parametrize("name", TENSOR_ERRORS)
-def test_wrong_tensors(name: str, tmp_path: Path) -> None:
+def test_wrong_tensors_are_refused(name: str, tmp_path: Path) -> None:
     change, fragment = TENSOR_ERRORS[name]
-    refused(write(tmp_path, tensors=change(tensors_of(SHAPE))), str(tmp_path), fragment)
+    assert_load_refused(
+        write_hf_folder(tmp_path, tensors=change(make_tensors(SHAPE))), str(tmp_path), fragment
+    )
 
 
-def test_tensors_that_say_nothing_new(tmp_path: Path) -> None:
+def test_rotary_buffers_and_zero_biases_are_ignored(tmp_path: Path) -> None:
     extra = {
         "model.rotary_emb.inv_freq": torch.rand(4),
         "model.layers.1.self_attn.rotary_emb.inv_freq": torch.rand(4),
     }
-    extra |= {f"model.layers.{i}.self_attn.o_proj.bias": torch.zeros(32) for i in range(2)}
-    assert_holds(load(write(tmp_path, tensors=tensors_of(SHAPE) | extra)), tensors_of(SHAPE))
+    extra |= {f"model.layers.{layer}.self_attn.o_proj.bias": torch.zeros(32) for layer in range(2)}
+    assert_holds(
+        load_llama(write_hf_folder(tmp_path, tensors=make_tensors(SHAPE) | extra)),
+        make_tensors(SHAPE),
+    )
 
 
-def test_head_of_a_tied_model(tmp_path: Path) -> None:
-    tensors = tensors_of(TIED)
+def test_the_head_of_a_tied_model_must_equal_its_embedding(tmp_path: Path) -> None:
+    tensors = make_tensors(TIED)
     head = tensors["model.embed_tokens.weight"].clone()
-    assert_holds(load(write(tmp_path, TIED, tensors | {"lm_head.weight": head}), TIED), tensors)
+    assert_holds(
+        load_llama(write_hf_folder(tmp_path, TIED, tensors | {"lm_head.weight": head}), TIED),
+        tensors,
+    )
     head[60, 31] += 1
-    write(tmp_path, TIED, tensors | {"lm_head.weight": head})
-    refused(
+    write_hf_folder(tmp_path, TIED, tensors | {"lm_head.weight": head})
+    assert_load_refused(
         tmp_path,
         "tensor 'lm_head.weight' [61, 32] differs from model.embed_tokens.weight",
         shape=TIED,
     )
 
 
-def header_bytes(raw: bytes) -> int:
+def count_header_bytes(raw: bytes) -> int:
     """Return where the header of a safetensors file ends, in bytes."""
     return 8 + int(struct.unpack("<Q", raw[:8])[0])
 
 
-CUTS: dict[str, Callable[[bytes], int]] = {
+CUT_POINTS: dict[str, Callable[[bytes], int]] = {
     "empty": lambda raw: 0,
     "in the length": lambda raw: 4,
     "after the length": lambda raw: 8,
-    "in the header": lambda raw: header_bytes(raw) // 2,
-    "after the header": header_bytes,
-    "in the first tensor": lambda raw: header_bytes(raw) + 5,
-    "in the middle": lambda raw: (header_bytes(raw) + len(raw)) // 2,
+    "in the header": lambda raw: count_header_bytes(raw) // 2,
+    "after the header": count_header_bytes,
+    "in the first tensor": lambda raw: count_header_bytes(raw) + 5,
+    "in the middle": lambda raw: (count_header_bytes(raw) + len(raw)) // 2,
     "one byte short": lambda raw: len(raw) - 1,
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_truncated_shard(name: str, tmp_path: Path) -> None:
-    file = sorted(set(write_sharded(tmp_path).values()))[1]
+@pytest.mark.parametrize("name", CUT_POINTS)
+def test_a_truncated_shard_is_refused(name: str, tmp_path: Path) -> None:
+    file = sorted(set(write_hf_shards(tmp_path).values()))[1]
     raw = (tmp_path / file).read_bytes()
-    (tmp_path / file).write_bytes(raw[: CUTS[name](raw)])
-    refused(
+    (tmp_path / file).write_bytes(raw[: CUT_POINTS[name](raw)])
+    assert_load_refused(
         tmp_path, f"{tmp_path}/{file}: is not a whole safetensors file (", "; download it again"
     )
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**20, 2**27, 2**63, 2**64 - 1])
-def test_lying_header_length(length: int, tmp_path: Path) -> None:
-    path = write(tmp_path) / "model.safetensors"
+def test_a_wrong_header_length_is_refused(length: int, tmp_path: Path) -> None:
+    path = write_hf_folder(tmp_path) / "model.safetensors"
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
-    refused(tmp_path, f"{path}: is not a whole safetensors file (")
+    assert_load_refused(tmp_path, f"{path}: is not a whole safetensors file (")
 
 
-def test_lying_offsets_and_bytes_at_the_end(tmp_path: Path) -> None:
-    path = write(tmp_path) / "model.safetensors"
+def test_wrong_offsets_and_trailing_bytes_are_refused(tmp_path: Path) -> None:
+    path = write_hf_folder(tmp_path) / "model.safetensors"
     raw = path.read_bytes()
     path.write_bytes(raw + b"\0")
-    refused(tmp_path, f"{path}: is not a whole safetensors file (")
+    assert_load_refused(tmp_path, f"{path}: is not a whole safetensors file (")
     path.write_bytes(re.sub(rb'"shape":\[61,32\]', b'"shape":[99,32]', raw, count=1))
-    refused(tmp_path, f"{path}: is not a whole safetensors file (")
+    assert_load_refused(tmp_path, f"{path}: is not a whole safetensors file (")
 
 
-ELSEWHERE = [
+UNSAFE_NAMES = [
     "../x.safetensors",
     "/x.safetensors",
     "a/b.safetensors",
@@ -323,17 +347,19 @@ ELSEWHERE = [
     "",
     "x.bin",
 ]
-ELSEWHERE += ["a\0.safetensors", "a\n.safetensors", "\ud800.safetensors"]
+UNSAFE_NAMES += ["a\0.safetensors", "a\n.safetensors", "\ud800.safetensors"]
 
 
-@pytest.mark.parametrize("file", [*ELSEWHERE, 3, None, ["x.safetensors"]], ids=ascii)
-def test_index_that_points_elsewhere(file: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", [*UNSAFE_NAMES, 3, None, ["x.safetensors"]], ids=ascii)
+def test_an_index_that_names_a_file_outside_the_folder_is_refused(
+    file: Any, tmp_path: Path
+) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    where = write_sharded(folder)
+    weight_map = write_hf_shards(folder)
     save_file({Q0: torch.ones(32, 32)}, tmp_path / "x.safetensors")
-    write_index(folder, where | {Q0: file})
-    refused(
+    write_hf_index(folder, weight_map | {Q0: file})
+    assert_load_refused(
         folder,
         "model.safetensors.index.json: names the shard ",
         "allowed: a plain file name ending in .safetensors; ",
@@ -341,38 +367,43 @@ def test_index_that_points_elsewhere(file: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [None, {}, ["x.safetensors"], "x"])
-def test_index_without_a_map(where: Any, tmp_path: Path) -> None:
-    write_sharded(tmp_path)
-    write_index(tmp_path, where)
-    refused(
+def test_an_index_without_a_weight_map_is_refused(where: Any, tmp_path: Path) -> None:
+    write_hf_shards(tmp_path)
+    write_hf_index(tmp_path, where)
+    assert_load_refused(
         tmp_path,
         "model.safetensors.index.json: has no table weight_map of tensor name to file name; ",
     )
 
 
-def test_missing_shard(tmp_path: Path) -> None:
-    file = sorted(set(write_sharded(tmp_path).values()))[2]
+def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
+    file = sorted(set(write_hf_shards(tmp_path).values()))[2]
     (tmp_path / file).unlink()
-    refused(tmp_path, f"{tmp_path}/{file}: shard is missing; ")
+    assert_load_refused(tmp_path, f"{tmp_path}/{file}: shard is missing; ")
     (tmp_path / file).mkdir()
-    refused(tmp_path, f"{tmp_path}/{file}: shard is missing; ")
+    assert_load_refused(tmp_path, f"{tmp_path}/{file}: shard is missing; ")
 
 
-def test_index_and_shards_disagree(tmp_path: Path) -> None:
-    where = write_sharded(tmp_path)
-    mine, other = where[Q0], next(file for file in where.values() if file != where[Q0])
-    write_index(tmp_path, where | {Q0: other})
-    refused(tmp_path, f"tensor '{Q0}' should be in '{other}', it is in ['{mine}']; ")
-    write_index(tmp_path, {name: file for name, file in where.items() if name != Q0})
-    refused(tmp_path, f"tensor '{Q0}' should be in None, it is in ['{mine}']; ")
-    write_index(tmp_path, where | {"ghost": mine})
-    refused(tmp_path, f"tensor 'ghost' should be in '{mine}', it is in None; ")
-    write_index(tmp_path, where)
-    save_file(load_file(tmp_path / other) | {Q0: torch.ones(32, 32)}, tmp_path / other)
-    refused(
+def test_an_index_that_contradicts_its_shards_is_refused(tmp_path: Path) -> None:
+    weight_map = write_hf_shards(tmp_path)
+    own_file, other_file = (
+        weight_map[Q0],
+        next(file for file in weight_map.values() if file != weight_map[Q0]),
+    )
+    write_hf_index(tmp_path, weight_map | {Q0: other_file})
+    assert_load_refused(
+        tmp_path, f"tensor '{Q0}' should be in '{other_file}', it is in ['{own_file}']; "
+    )
+    write_hf_index(tmp_path, {name: file for name, file in weight_map.items() if name != Q0})
+    assert_load_refused(tmp_path, f"tensor '{Q0}' should be in None, it is in ['{own_file}']; ")
+    write_hf_index(tmp_path, weight_map | {"ghost": own_file})
+    assert_load_refused(tmp_path, f"tensor 'ghost' should be in '{own_file}', it is in None; ")
+    write_hf_index(tmp_path, weight_map)
+    save_file(load_file(tmp_path / other_file) | {Q0: torch.ones(32, 32)}, tmp_path / other_file)
+    assert_load_refused(
         tmp_path,
-        f"tensor '{Q0}' should be in '{mine}', it is in ['{min(mine, other)}',"
-        f" '{max(mine, other)}']; ",
+        f"tensor '{Q0}' should be in '{own_file}', it is in ['{min(own_file, other_file)}',"
+        f" '{max(own_file, other_file)}']; ",
     )
 
 

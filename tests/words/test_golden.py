@@ -15,7 +15,7 @@ from steelyard.words import LANGS, Lang, chinese, english
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def sample(name: str, form: str) -> str | float:
+def choose_sample_value(name: str, form: str) -> str | float:
     """Return a value for a placeholder: a number for a numeric format, else the name in angle
     brackets.
     """
@@ -24,25 +24,25 @@ def sample(name: str, form: str) -> str | float:
     return 1234 if form else f"<{name}>"
 
 
-def rendered(template: str) -> str:
+def render_template(template: str) -> str:
     """Return the template with sample values in its placeholders."""
     fields = [
         (name, form or "") for _, name, form, _ in Formatter().parse(template) if name is not None
     ]
-    values = {name: sample(name, form) for name, form in fields}
-    places = [values[str(number)] for number in range(sum(name.isdigit() for name in values))]
+    values = {name: choose_sample_value(name, form) for name, form in fields}
+    positional = [values[str(number)] for number in range(sum(name.isdigit() for name in values))]
     return template.format(
-        *places, **{name: value for name, value in values.items() if not name.isdigit()}
+        *positional, **{name: value for name, value in values.items() if not name.isdigit()}
     )
 
 
-def golden(lang: Lang) -> str:
+def render_golden_text(lang: Lang) -> str:
     """Return the content of the language's golden file: a line for each code and for each meaning
     of a metric.
     """
     meanings = english.MEANINGS if lang == "en" else chinese.MEANINGS
     texts = [
-        f"{code}: {rendered(words.SHIPPED_TEXTS[code].in_language(lang))}"
+        f"{code}: {render_template(words.SHIPPED_TEXTS[code].in_language(lang))}"
         for code in sorted(words.SHIPPED_TEXTS)
     ]
     texts += [f"{code}: {title}: {about}" for code, (title, about) in sorted(meanings.items())]
@@ -51,11 +51,11 @@ def golden(lang: Lang) -> str:
 
 @pytest.mark.parametrize("lang", LANGS)
 def test_texts_are_those_of_the_golden_file(lang: Lang) -> None:
-    assert golden(lang).splitlines() == (GOLDEN / f"{lang}.txt").read_text().splitlines(), (
-        "cd tests && python -m words.test_golden"
-    )
+    assert (
+        render_golden_text(lang).splitlines() == (GOLDEN / f"{lang}.txt").read_text().splitlines()
+    ), "cd tests && python -m words.test_golden"
 
 
 if __name__ == "__main__":
-    for one in LANGS:
-        (GOLDEN / f"{one}.txt").write_text(golden(one))
+    for language in LANGS:
+        (GOLDEN / f"{language}.txt").write_text(render_golden_text(language))

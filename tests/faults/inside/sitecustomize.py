@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 # Phase of a fault → beginning of the name of the time budget's part, or name of the engine's phase.
-PARTS = {
+BUDGET_PARTS = {
     "imports": "imports",
     "join": "join",
     "data": "data",
@@ -23,10 +23,10 @@ PARTS = {
     "compile": "compile_",
     "warm-up": "warmup_",
 }
-MARKS = {"pass": "compute", "evaluation": "evaluate"}
+ENGINE_PHASES = {"pass": "compute", "evaluation": "evaluate"}
 
 
-def who() -> str | None:
+def find_role() -> str | None:
     """Return the role of this process: its rank, `agent`, `parent`, or None outside of a run."""
     words = sys.orig_argv
     if "steelyard.run.worker" in words:
@@ -34,69 +34,71 @@ def who() -> str | None:
     return "agent" if "steelyard.run.node" in words else "parent" if "steelyard" in words else None
 
 
-def happen() -> None:
+def act_once() -> None:
     """Write the mark and do FAULT_ACT, unless the mark exists already: a fault happens once."""
     mark = Path(os.environ["FAULT_MARK"])
     if mark.exists():
         return
-    half = mark.with_suffix(".half")
-    half.write_text(f"{os.getpid()} {os.getppid()}")
-    half.rename(mark)
+    unfinished = mark.with_suffix(".half")
+    unfinished.write_text(f"{os.getpid()} {os.getppid()}")
+    unfinished.rename(mark)
     ACTS[os.environ.get("FAULT_ACT", "wait")]()
 
 
-def wait() -> None:
+def wait_forever() -> None:
     """Sleep until the process is killed."""
     while True:
         time.sleep(0.05)
 
 
-def pause() -> None:
+def wait_for_go() -> None:
     """Sleep until the test creates the file with suffix `.go` beside the mark."""
     while not Path(os.environ["FAULT_MARK"]).with_suffix(".go").exists():
         time.sleep(0.05)
 
 
-def stubborn() -> None:
+def ignore_sigterm_and_wait() -> None:
     """Ignore SIGTERM, and sleep until the process is killed."""
     import signal
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    wait()
+    wait_forever()
 
 
-def memory() -> None:
+def raise_memory_error() -> None:
     """Raise MemoryError, as if host memory were exhausted."""
     raise MemoryError("no more of it")
 
 
-def device_memory() -> None:
+def raise_device_memory_error() -> None:
     """Raise torch's OutOfMemoryError, as if device memory were exhausted."""
     import torch
 
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def allocate() -> None:
+def allocate_too_much() -> None:
     """Allocate 1 PiB, which torch's allocator refuses."""
     import torch
 
     torch.empty(1 << 50, dtype=torch.uint8)
 
 
-def nan() -> None:
+def fill_parameters_with_nan() -> None:
     """Fill all parameters of this rank's models with NaN."""
     import gc
 
     import torch
 
     with torch.no_grad():
-        for one in [found for found in gc.get_objects() if isinstance(found, torch.nn.Module)]:
-            for parameter in one.parameters(recurse=False):
+        for module in [
+            candidate for candidate in gc.get_objects() if isinstance(candidate, torch.nn.Module)
+        ]:
+            for parameter in module.parameters(recurse=False):
                 parameter.fill_(float("nan"))
 
 
-def wrong_sum() -> None:
+def falsify_all_reduce() -> None:
     """Patch all_reduce so that this rank's part of every sum is wrong by 0.5."""
     import torch.distributed as dist
 
@@ -104,7 +106,7 @@ def wrong_sum() -> None:
     dist.all_reduce = lambda tensor, *more, **options: real(tensor.add_(0.5), *more, **options)
 
 
-def full_disk() -> None:
+def make_disk_full() -> None:
     """Patch the writing of files so that from now on it raises ENOSPC."""
     import errno
 
@@ -116,29 +118,29 @@ def full_disk() -> None:
     files.write_file = write
 
 
-def die(number: int) -> Callable[[], None]:
+def make_self_kill(number: int) -> Callable[[], None]:
     """Return a function that sends a signal to this process."""
     return lambda: os.kill(os.getpid(), number)
 
 
 ACTS: dict[str, Callable[[], None]] = {
-    "wait": wait,
-    "pause": pause,
+    "wait": wait_forever,
+    "pause": wait_for_go,
     "go_on": lambda: None,
-    "stubborn": stubborn,
-    "memory": memory,
-    "device_memory": device_memory,
-    "allocate": allocate,
-    "nan": nan,
-    "wrong_sum": wrong_sum,
-    "full_disk": full_disk,
+    "stubborn": ignore_sigterm_and_wait,
+    "memory": raise_memory_error,
+    "device_memory": raise_device_memory_error,
+    "allocate": allocate_too_much,
+    "nan": fill_parameters_with_nan,
+    "wrong_sum": falsify_all_reduce,
+    "full_disk": make_disk_full,
     "exit": lambda: os._exit(0),
-    "illegal": die(4),
-    "segfault": die(11),
+    "illegal": make_self_kill(4),
+    "segfault": make_self_kill(11),
 }
 
 
-def in_parts(begin: str) -> None:
+def act_in_budget_part(begin: str) -> None:
     """Make the fault happen inside the part of the time budget whose name begins like this."""
     from steelyard.run.measure import Budget
 
@@ -148,27 +150,27 @@ def in_parts(begin: str) -> None:
     def part(self: Budget, name: str) -> Iterator[None]:
         with real(self, name):
             if name.startswith(begin):
-                happen()
+                act_once()
             yield
 
     Budget.part = part
 
 
-def at_marks(name: str) -> None:
+def act_at_engine_phase(name: str) -> None:
     """Make the fault happen where the engine begins a phase of this name."""
     from steelyard.engine.work import Phase
 
     real = Phase.__init__
 
-    def made(self: Phase, told: str) -> None:
-        real(self, told)
-        if told == name:
-            happen()
+    def patched_init(self: Phase, phase_name: str) -> None:
+        real(self, phase_name)
+        if phase_name == name:
+            act_once()
 
-    Phase.__init__ = made
+    Phase.__init__ = patched_init
 
 
-def in_compiler() -> None:
+def act_after_compilation() -> None:
     """Make the fault happen after compilation, while the compiler's processes still live."""
     from steelyard.run.measure import Budget
 
@@ -179,34 +181,34 @@ def in_compiler() -> None:
         with real(self, name):
             yield
             if name.startswith("compile_"):
-                happen()
+                act_once()
 
     Budget.part = part
 
 
-def in_checkpoint() -> None:
+def act_in_checkpoint() -> None:
     """Make the fault happen inside a checkpoint of which a part is written."""
     from steelyard.engine.work import Phase
 
     real = Phase.__init__
 
-    def made(self: Phase, told: str) -> None:
-        real(self, told)
-        if told == "checkpoint":
+    def patched_init(self: Phase, phase_name: str) -> None:
+        real(self, phase_name)
+        if phase_name == "checkpoint":
             writer = sys.modules["steelyard.training.checkpoint_storage"].CheckpointWriter
             write = writer.write_data
 
-            def then(*arguments: Any) -> Any:
+            def write_then_act(*arguments: Any) -> Any:
                 written = write(*arguments)
-                happen()
+                act_once()
                 return written
 
-            writer.write_data = then
+            writer.write_data = write_then_act
 
-    Phase.__init__ = made
+    Phase.__init__ = patched_init
 
 
-def at_rank_file() -> None:
+def act_at_rank_file() -> None:
     """Make the fault happen when a rank writes its final rank file."""
     from steelyard import files
 
@@ -214,21 +216,21 @@ def at_rank_file() -> None:
 
     def write(path: Path, content: Any, *more: Any, **options: Any) -> None:
         if path.name.startswith("rank-") and b'"status":"done"' in content:
-            happen()
+            act_once()
         real(path, content, *more, **options)
 
     files.write_file = write
 
 
-def at_hello() -> None:
+def act_at_hello() -> None:
     """Make the fault happen when the agent is about to answer the parent's first message."""
     from steelyard.run.host import Host
 
     real = Host.make_hello
-    Host.make_hello = lambda self: (happen(), real(self))[1]
+    Host.make_hello = lambda self: (act_once(), real(self))[1]
 
 
-def in_news() -> None:
+def act_in_pass_of_agent() -> None:
     """Make the fault happen when the agent reads its ranks' progress, and they are in the train
     pass or have just left it.
     """
@@ -237,45 +239,45 @@ def in_news() -> None:
     real = HostRanks._read_progress
 
     def progress(self: HostRanks) -> Any:
-        said = real(self)
-        if said.phase in ("train", "prepare after", "after"):
-            happen()
-        return said
+        reported = real(self)
+        if reported.phase in ("train", "prepare after", "after"):
+            act_once()
+        return reported
 
     HostRanks._read_progress = progress
 
 
-def at_record() -> None:
+def act_at_record() -> None:
     """Make the fault happen when the parent writes the record of a run that has ended."""
     from steelyard.record import record
 
     real = record.write_record
 
-    def write(table: Any, folder: Path, end: str = "") -> Path:
-        if not end:
-            happen()
-        return real(table, folder, end)
+    def write(table: Any, folder: Path, suffix: str = "") -> Path:
+        if not suffix:
+            act_once()
+        return real(table, folder, suffix)
 
     record.write_record = write
 
 
-def install(phase: str) -> None:
+def install_fault(phase: str) -> None:
     """Patch this process so that the fault happens in a phase."""
-    if who() == "agent" and phase == "pass":
-        in_news()
-    elif phase in PARTS:
-        in_parts(PARTS[phase])
-    elif phase in MARKS:
-        at_marks(MARKS[phase])
+    if find_role() == "agent" and phase == "pass":
+        act_in_pass_of_agent()
+    elif phase in BUDGET_PARTS:
+        act_in_budget_part(BUDGET_PARTS[phase])
+    elif phase in ENGINE_PHASES:
+        act_at_engine_phase(ENGINE_PHASES[phase])
     else:
         others = {
-            "compiler": in_compiler,
-            "checkpoint": in_checkpoint,
-            "record": at_record if who() == "parent" else at_rank_file,
-            "preflight": at_hello,
+            "compiler": act_after_compilation,
+            "checkpoint": act_in_checkpoint,
+            "record": act_at_record if find_role() == "parent" else act_at_rank_file,
+            "preflight": act_at_hello,
         }
         others[phase]()
 
 
-if os.environ.get("FAULT_PHASE") and os.environ.get("FAULT_WHO") == who():
-    install(os.environ["FAULT_PHASE"])
+if os.environ.get("FAULT_PHASE") and os.environ.get("FAULT_WHO") == find_role():
+    install_fault(os.environ["FAULT_PHASE"])
