@@ -14,7 +14,7 @@ from steelyard.case.request import EngineSettings, Request, split_engine_setting
 from steelyard.case.resolve import ResolvedCase
 from steelyard.cli.execute_runs import is_interrupted
 from steelyard.cli.printing import align_columns, print_json, print_stderr, print_stdout
-from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine import engine_rows
 from steelyard.engine.engine_rows import EngineRow
 from steelyard.errors import RequestError
 from steelyard.metrics.conform_checks import ConformCheck, check_conformity

@@ -24,7 +24,7 @@ from steelyard.cli.options import SMOKE, RunOptions
 from steelyard.cli.printing import OutputOptions, print_stderr
 from steelyard.data import selection
 from steelyard.data.tokenizer import has_tokenizer
-from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine import engine_rows
 from steelyard.errors import RequestError
 from steelyard.plan import degrees
 from steelyard.run import site as sites

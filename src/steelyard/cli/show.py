@@ -41,7 +41,7 @@ def list_(as_json: JsonOption = False) -> None:
     """
     from steelyard import accelerators
     from steelyard.case import resolve
-    from steelyard.engine import engine_rows as engine_rows
+    from steelyard.engine import engine_rows
     from steelyard.run import launch
 
     launchers = list(launch.load_launchers())

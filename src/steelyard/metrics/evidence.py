@@ -9,7 +9,7 @@ Called by `verify.py`, and by the parent before it writes a record.
 from collections.abc import Iterator
 from itertools import pairwise
 
-from steelyard.metrics import passes as passes
+from steelyard.metrics import passes
 from steelyard.record.record import PassFacts, Record, Sample
 
 # how much a device's clock and the host's may differ over a pass: seconds plus a share

@@ -17,13 +17,13 @@ from steelyard.metrics import (
     cpu_contention,
     device_readings,
     fitness_rules,
+    passes,
     plausibility,
     shipped_cases,
     stats,
     stragglers,
     training_formulas,
 )
-from steelyard.metrics import passes as passes
 from steelyard.metrics.result import (
     CheckResult,
     Finding,

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from steelyard.metrics import engine_groups as engine_groups
-from steelyard.metrics import repeat_groups as repeat_groups
-from steelyard.metrics import scaling_groups as scaling_groups
+from steelyard.metrics import engine_groups, repeat_groups, scaling_groups
 from steelyard.metrics.engine_groups import (
     AnswerDifferences,
     EngineGroup,

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from statistics import fmean
 
 from steelyard import words
-from steelyard.metrics import energy, rates, stragglers
-from steelyard.metrics import passes as passes
+from steelyard.metrics import energy, passes, rates, stragglers
 from steelyard.metrics.passes import count_devices
 from steelyard.metrics.result import GIB
 from steelyard.metrics.stragglers import RankTime, Stragglers, UnknownStragglers

@@ -21,6 +21,7 @@ from steelyard.record.record import (
     WORDING_VERSION,
     CaseFacts,
     EngineFacts,
+    FailureFacts,
     GateFacts,
     NoDataFacts,
     PassFacts,
@@ -30,7 +31,6 @@ from steelyard.record.record import (
     Record,
     Scope,
 )
-from steelyard.record.record import FailureFacts as FailureFacts
 from steelyard.record.run_facts import (
     Environment,
     HostFacts,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from steelyard import accelerators
 from steelyard.accelerators.events import Clock, Timeline
-from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine import engine_rows
 from steelyard.engine.ceiling_rows import (
     CallBudget,
     CeilingRow,
@@ -31,7 +31,7 @@ from steelyard.record.ceilings_record import BenchLimits, BenchTimings, ErrorChe
 from steelyard.run.clock import now
 from steelyard.run.measure import time_calls
 from steelyard.run.messages import HostSpec
-from steelyard.run.worker import RankProcess, run_rank_process
+from steelyard.run.rank_process import RankProcess, run_rank_process
 from steelyard.schema import FrozenModel
 
 # A stretch is short compared with the seconds in which a device warms up and lowers its clock. Five

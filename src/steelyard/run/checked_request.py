@@ -17,7 +17,7 @@ from steelyard.case.precision import name_precision
 from steelyard.case.request import Request
 from steelyard.case.resolve import ResolvedCase
 from steelyard.data.corpus import IDS_SUFFIX
-from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine import engine_rows
 from steelyard.engine.engine_rows import EngineRow
 from steelyard.errors import EngineError, RequestError
 from steelyard.metrics import verify

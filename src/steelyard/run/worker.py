@@ -3,236 +3,38 @@ happens in between.
 
 Started by the node agent as `python -m steelyard.run.worker SPEC`, with RANK, LOCAL_RANK and
 WORLD_SIZE in its environment. It ends when its stdin is closed, because then its agent is gone. It
-imports no framework itself: its engine's row names one. `RankProcess` is the part that the worker
-of `steelyard spec` shares (run/ceilings_worker.py).
+imports no framework itself: its engine's row names one.
 """
 
-import faulthandler
-import os
-import signal
 import sys
-import threading
-import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from steelyard import accelerators, files, plugins
+from steelyard import accelerators, plugins
 from steelyard.data.counting import StepCounter
-from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine import engine_rows
 from steelyard.engine.framework import Framework
 from steelyard.engine.job import CheckpointSchedule, Engine, Job
 from steelyard.engine.work import Work
-from steelyard.errors import ExchangeError, RequestError, is_out_of_memory
+from steelyard.errors import ExchangeError, RequestError
 from steelyard.plan import degrees, matmuls
 from steelyard.record.record import PassFacts, Sample
 from steelyard.record.run_facts import EngineDetails, WeightsFacts
-from steelyard.run import messages, processes
 from steelyard.run.calibrate import calibrate_matmuls, recalibrate_square_matmul
-from steelyard.run.clock import now, read_all_clocks, read_cpu_time_s
+from steelyard.run.clock import now, read_cpu_time_s
 from steelyard.run.explain import count_profiled_steps, profile_steps
-from steelyard.run.failure import DISK_FULL
-from steelyard.run.measure import Budget, PassTrace, measure_bare, time_calls
-from steelyard.run.messages import HostSpec, WorkerProgress
-from steelyard.run.worker_files import RankFile, RankStatus, WorkerSpec, check_json_value
+from steelyard.run.measure import PassTrace, measure_bare, time_calls
+from steelyard.run.rank_process import RankProcess, run_rank_process
+from steelyard.run.worker_files import WorkerSpec, check_json_value
 from steelyard.schema import FrozenModel
 from steelyard.tasks.task import PreparedData, Sources
 from steelyard.training import checkpoint_folders
 from steelyard.training.checkpoint_folders import BeforePassOutputs, CheckpointRun, CheckpointState
 
-PROGRESS_S = 0.1
-CHILDREN_S = 1.0  # for a compiler to delete its temporary files
 ALL_REDUCES = 3
-
-
-def run_rank_process(make_process: Callable[[int], "RankProcess"], folder: Path) -> NoReturn:
-    """Create the rank's process object with `make_process(rank)`, run it, write its final rank file
-    and exit this process: code 0 if it is done, else 1, or 74 if the disk is full.
-
-    Errors go into the rank file as a status and a text, and to stderr. `folder` is the folder that
-    is shared with the agent. Installs a SIGTERM handler, writes stack traces on SIGUSR1, and ends
-    the process when stdin is closed. Libraries are not shut down, because some of them abort in it.
-    """
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        # read by the agent if the run hangs
-        stacks = (folder / messages.format_stack_file_name(rank)).open("w")
-    except OSError as failure:
-        _exit_without_result(failure)
-    processes.wake_with_parent()
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    threading.Thread(target=_exit_with_agent, daemon=True).start()
-    worker = make_process(rank)
-    signal.signal(signal.SIGTERM, worker.handle_termination)
-    status: RankStatus = "done"
-    error = None
-    try:
-        worker.run()
-    except RequestError as failure:
-        status, error = "request", str(failure)
-    except Exception as failure:  # noqa: BLE001  whatever it was goes into the rank file, and on to stderr
-        status, error = (
-            _classify_error(failure),
-            " ".join("".join(traceback.format_exception_only(failure)).split()),
-        )
-        traceback.print_exc()
-    try:
-        status = worker.write_final_rank_file(status, error)
-    except OSError as failure:
-        _exit_without_result(failure)
-    if status == "done" and worker.framework is not None:
-        worker.framework.leave()
-    # The results are written: libraries are not shut down, because some of them abort in it now and
-    # then.
-    os._exit(0 if status == "done" else 1)
-
-
-def _exit_without_result(failure: OSError) -> NoReturn:
-    """Print the traceback and exit the process where no rank file can be written: code 74 for a
-    full disk, else 1.
-    """
-    traceback.print_exc()
-    os._exit(DISK_FULL if failure.errno in files.DISK_FULL_ERRNOS else 1)
-
-
-def _classify_error(failure: BaseException) -> RankStatus:
-    """Return the status for the rank file that names an error: `out_of_memory`, `disk_full`,
-    `network`, else `raised`.
-    """
-    if is_out_of_memory(failure):
-        return "out_of_memory"
-    if isinstance(failure, OSError) and failure.errno in files.DISK_FULL_ERRNOS:
-        return "disk_full"
-    return "network" if isinstance(failure, ExchangeError) else "raised"
-
-
-def _exit_with_agent() -> None:
-    """Wait until stdin is closed, which means that the agent is gone; then end all descendants of
-    this process and exit with code 3.
-    """
-    while os.read(0, 1 << 10):
-        pass
-    processes.end_processes(lambda: processes.find_descendants(os.getpid()), CHILDREN_S)
-    os._exit(3)
-
-
-class RankProcess(ABC):
-    """The common part of all workers: the rank file, which grows and is written repeatedly, the
-    time budget and the progress file. Subclasses implement `run`.
-    """
-
-    def __init__(self, rank: int, accelerator: str, host: HostSpec) -> None:
-        """Read world size and local rank from WORLD_SIZE and LOCAL_RANK, start the budget, and
-        begin a rank file with status `running`, which is not written yet.
-        """
-        self.rank, self.host = rank, host
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.budget = Budget()
-        self.framework: Framework | None = None
-        device = f"{accelerator}:{self.local_rank}"
-        self.rank_file = RankFile(
-            rank=rank, device=device, status="running", error=None, ended_s=0.0, budget={}
-        )
-        self._progress_written_s = 0.0
-        self._clocks = read_all_clocks()
-
-    @abstractmethod
-    def run(self) -> None:
-        """Do the work of this rank; results go into the rank file. A raised error becomes its
-        status.
-        """
-
-    def _update_rank_file(self, **facts: Any) -> None:
-        """Replace these fields of the rank file in memory; nothing is written."""
-        self.rank_file = self.rank_file.model_copy(update=facts)
-
-    def write_progress(self, phase: str, done: int, total: int) -> None:
-        """Write the progress file, on rank 0 alone: at the beginning and end of a phase, else at
-        most every `PROGRESS_S` seconds.
-        """
-        now_s = now()
-        if self.rank == 0 and (done in (0, total) or now_s - self._progress_written_s > PROGRESS_S):
-            self._progress_written_s = now_s
-            self._replace_file(
-                messages.PROGRESS_FILE, WorkerProgress(phase=phase, done=done, total=total)
-            )
-
-    @contextmanager
-    def _time_and_report(self, name: str) -> Iterator[None]:
-        """Count the time of a `with` block as a part of the budget, and report it as progress:
-        loading and compiling take minutes.
-        """
-        self.write_progress(name.replace("_", " "), 0, 0)
-        with self.budget.part(name):
-            yield
-
-    def write_rank_file(self, status: RankStatus, error: str | None) -> None:
-        """Write the rank file with this status and error, the time, the budget and the clocks so
-        far, replacing the one before.
-        """
-        clocks = {
-            name: at - self._clocks[name]
-            for name, at in read_all_clocks().items()
-            if name in self._clocks
-        }
-        self._update_rank_file(
-            status=status,
-            error=error,
-            ended_s=now() - self.host.origin_s,
-            budget=self.budget.parts(),
-            clocks=clocks,
-        )
-        self._replace_file(messages.format_rank_file_name(self.rank), self.rank_file)
-
-    def write_final_rank_file(self, status: RankStatus, error: str | None) -> RankStatus:
-        """Write the final rank file and return its status.
-
-        If what an engine or a plug-in reported cannot be written as JSON, write one that says only
-        that, with status `raised`.
-        """
-        try:
-            self.write_rank_file(status, error)
-        except ValueError as failure:  # PydanticSerializationError is one
-            traceback.print_exc()
-            self.rank_file = RankFile(
-                rank=self.rank,
-                device=self.rank_file.device,
-                status="raised",
-                error=None,
-                ended_s=0.0,
-                budget={},
-            )
-            status = "raised"
-            self.write_rank_file(
-                status, error or f"its result cannot be written as JSON: {failure}"
-            )
-        return status
-
-    def _replace_file(self, name: str, content: FrozenModel) -> None:
-        """Write a file into the shared folder so that readers see the old or the new content, never
-        a part; it is not synced to disk.
-        """
-        files.write_file(
-            self.host.folder / name, content.model_dump_json(by_alias=True).encode(), durable=False
-        )
-
-    def handle_termination(self, number: int, frame: Any) -> None:
-        """Handle SIGTERM: write the rank file with status `ended`, then die by the same signal."""
-        self.write_rank_file("ended", None)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-
-def main() -> None:
-    """Read the spec file named in the first argument, run it as one rank, and exit the process."""
-    spec = WorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
-    run_rank_process(partial(Worker, spec), spec.host.folder)
 
 
 class Worker(RankProcess):
@@ -579,6 +381,12 @@ class Worker(RankProcess):
             samples=[*self.rank_file.samples, *samples],
             clock=self.rank_file.clock if pass_name in self.kind.bare else trace.clock,
         )
+
+
+def main() -> None:
+    """Read the spec file named in the first argument, run it as one rank, and exit the process."""
+    spec = WorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
+    run_rank_process(partial(Worker, spec), spec.host.folder)
 
 
 if __name__ == "__main__":

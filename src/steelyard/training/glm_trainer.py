@@ -30,7 +30,7 @@ from steelyard.training.graph_replay import GraphRecorder, ReplayedFunction
 from steelyard.training.placement import ReplicatedPlacement, TrainableModel
 from steelyard.training.size_buckets import SizeBucket
 from steelyard.training.trainer import Trainer
-from steelyard.weights import glm_checkpoint as glm_checkpoint
+from steelyard.weights import glm_checkpoint
 
 RECOMPUTE_MODES = ("none", "full")
 FASTEST_KERNEL = "packed"  # as measured, for 16-bit types where Triton runs
