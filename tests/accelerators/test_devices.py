@@ -100,10 +100,7 @@ print(json.dumps([one.to_series().model_dump(mode="json") for one in kept]))
     series = run_python(code, LD_LIBRARY_PATH=fake, CUDA_VISIBLE_DEVICES="1,0")
     assert [
         (device_series["device"], device_series["baseline_processes"]) for device_series in series
-    ] == [
-        ("cuda:0", 3),
-        ("cuda:1", 3),
-    ]
+    ] == [("cuda:0", 3), ("cuda:1", 3)]
     assert [device_series["columns"]["sm_clock_mhz"][0] for device_series in series] == [1200, 1980]
     assert [device_series["columns"]["processes"][-1] for device_series in series] == [4, 4]
     energy = [

@@ -81,7 +81,8 @@ def test_unknown_case_names_are_refused(tmp_path: Path) -> None:
     for path in (str(tmp_path / "absent.toml"), "../../etc/passwd.toml"):
         assert (
             get_resolve_error(path)
-            == f"case file {path!r} does not exist; give the path of a TOML file or one of: {known_cases}"
+            == f"case file {path!r} does not exist; give the path of a TOML file or one of:"
+            f" {known_cases}"
         )
     folder = tmp_path / "folder.toml"
     folder.mkdir()

@@ -122,9 +122,7 @@ def test_engine_that_does_not_train_in_the_precision_is_left_out() -> None:
     assert reasons["paddle"] == golden("engine-paddle-does-not-train-in")
 
 
-def test_engine_without_its_program_or_a_pass_is_left_out(
-    tmp_path: Path,
-) -> None:
+def test_engine_without_its_program_or_a_pass_is_left_out(tmp_path: Path) -> None:
     runs, left_out = verb.check_engine_requests(make_requests(case="llama1-7b-openwebtext"))
     assert [entry.engine.name for entry in runs] == ["torch", "transformers"]
     reasons = {entry.engine: entry.reason for entry in left_out}

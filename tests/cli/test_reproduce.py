@@ -110,12 +110,7 @@ def test_options_name_paths_hosts_and_time_limits(
         without_options.accelerator,
         without_options.out,
         without_options.hang_s,
-    ) == (
-        None,
-        "cpu",
-        Path("records"),
-        1800.0,
-    )
+    ) == (None, "cpu", Path("records"), 1800.0)
     assert with_options.resolved == without_options.resolved
 
 

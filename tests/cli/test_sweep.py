@@ -116,24 +116,13 @@ def test_sweep_over_devices_ends_with_the_scaling_table(shell: Shell) -> None:
         one_device["rate"],
         one_device["speedup"],
         one_device["efficiency"],
-    ) == (
-        "1x1",
-        True,
-        rates[1],
-        1.0,
-        1.0,
-    )
+    ) == ("1x1", True, rates[1], 1.0, 1.0)
     assert (
         two_devices["config"],
         two_devices["base"],
         two_devices["plan"],
         two_devices["rate"],
-    ) == (
-        "1x2",
-        False,
-        "TP1PP1DP2",
-        rates[2],
-    )
+    ) == ("1x2", False, "TP1PP1DP2", rates[2])
     assert (two_devices["speedup"], two_devices["efficiency"]) == (
         rates[2] / rates[1],
         rates[2] / rates[1] / 2,

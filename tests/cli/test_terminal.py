@@ -107,9 +107,7 @@ def test_progress_without_a_terminal_is_a_line_every_30_seconds(
     assert capsys.readouterr().err == ""
 
 
-def test_phase_without_counts_shows_its_elapsed_time(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_phase_without_counts_shows_its_elapsed_time(capsys: pytest.CaptureFixture[str]) -> None:
     fake_clock = FakeClock()
     with ProgressDisplay(Console(file=io.StringIO()), "a case", clock=fake_clock) as display:
         for second in range(130):

@@ -234,10 +234,7 @@ def test_more_ranks_than_prompts_leave_ranks_without_bins() -> None:
         for pieces in bins
         for piece in pieces
         if piece.item is not None
-    ) == [
-        0,
-        1,
-    ]
+    ) == [0, 1]
     assert [
         [sum(piece.item is not None for piece in pieces) for pieces in bins] for bins in ranks
     ].count([]) == 2

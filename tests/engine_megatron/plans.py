@@ -76,9 +76,9 @@ def build_engine(run: dict, rank: int, world: int, make_engine: Callable[[Job], 
             place=degrees.find_position(plan, rank),
             group=tensor_parallel.create_tensor_parallel_group(plan, rank, torch.device("cpu")),
             steps=None,
-            checkpoint_schedule=CheckpointSchedule(Path(run["keep"]), KEEP_EVERY)
-            if run.get("keep")
-            else None,
+            checkpoint_schedule=(
+                CheckpointSchedule(Path(run["keep"]), KEEP_EVERY) if run.get("keep") else None
+            ),
             resume=(
                 Path(run["resume"]) / checkpoint_folders.format_step_folder(KEEP_EVERY)
                 if run.get("resume")

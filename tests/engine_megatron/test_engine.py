@@ -182,7 +182,4 @@ def test_a_record_names_library_exchange_and_optimizer_states(patched: Shell) ->
     assert [
         checkpoint.name
         for checkpoint in checkpoint_folders.list_finished_checkpoints(checkpoint_folder)
-    ] == [
-        "step-00000004",
-        "step-00000002",
-    ]
+    ] == ["step-00000004", "step-00000002"]

@@ -72,7 +72,10 @@ RUNS: dict[int, list[dict]] = {
         make_run("bf16", question=FEW_STEPS) | {"precision": "bf16"},
         make_run("bf16 still", question=WITHOUT_TRAINING) | {"precision": "bf16"},
         make_run("rounded weights", question=WITHOUT_TRAINING)
-        | {"precision": "bf16", "bug": "rounded_weights"},
+        | {
+            "precision": "bf16",
+            "bug": "rounded_weights",
+        },
         make_run("fused loss", question=FEW_STEPS, compile="true") | {"bug": "fused_loss"},
         make_run("decay everything") | {"bug": "no_scheduler"},
         make_run("schedule divides", question=FEW_STEPS) | {"bug": "schedule_divides"},
@@ -89,7 +92,11 @@ RUNS: dict[int, list[dict]] = {
         make_run("TP2 resumed", parallel="TP2") | {"resume": "tp2"},
         make_run("DP2 sharded resumed", parallel="DP2", sharding=1) | {"resume": "dp2"},
         make_run("fp16", parallel="PP2")
-        | {"keep": "fp16", "precision": "fp16", "scale": OVERFLOWING_SCALE},
+        | {
+            "keep": "fp16",
+            "precision": "fp16",
+            "scale": OVERFLOWING_SCALE,
+        },
         make_run("fp16 resumed", parallel="PP2") | {"resume": "fp16", "precision": "fp16"},
         make_run("bf16 sharded", question=FEW_STEPS, parallel="DP2", sharding=1)
         | {"precision": "bf16"},

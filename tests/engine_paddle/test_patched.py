@@ -105,7 +105,4 @@ def test_a_precision_that_paddle_silently_ignores_ends_the_run(
     assert (
         run_record.status,
         [(reason.code, reason.text) for reason in run_record.reasons][:1],
-    ) == (
-        "failed",
-        [("raised", error)],
-    )
+    ) == ("failed", [("raised", error)])

@@ -133,12 +133,7 @@ def test_the_configuration_follows_the_case_and_plan(tmp_path: Path) -> None:
         runner["redirects"],
         runner["tee"],
         configuration["action"],
-    ) == (
-        "static",
-        "0",
-        "0",
-        "dryrun",
-    )
+    ) == ("static", "0", "0", "dryrun")
     system, model, data_settings = (
         configuration["train"][name] for name in ("system", "model", "data")
     )

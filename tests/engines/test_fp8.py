@@ -78,7 +78,11 @@ def test_fp8_smoke_training_passes_the_gate_and_stays_near_bf16(
     parameter_dtypes = {"parameters": "bf16" if precision == "fp8-pure" else "bf16/fp32"}
     assert (
         details["dtypes"]
-        == {"main_parameters": master_dtype, "gradients": master_dtype, "states": master_dtype}
+        == {
+            "main_parameters": master_dtype,
+            "gradients": master_dtype,
+            "states": master_dtype,
+        }
         | parameter_dtypes
     )
     bf16_record = run_case(shell, case, precision.replace("fp8", "bf16"))

@@ -124,7 +124,10 @@ def test_dtypes_that_contradict_the_precision_end_a_run(name: str) -> None:
     expected_dtype = "float32" if name == "states" else "bfloat16"
     with pytest.raises(
         RuntimeError,
-        match=f"precision bf16-o2: {name} must be {expected_dtype}, and Paddle made them {wrong_dtype}",
+        match=(
+            f"precision bf16-o2: {name} must be {expected_dtype}, and Paddle made them"
+            f" {wrong_dtype}"
+        ),
     ):
         modes.check_dtypes(TRAINING_PRESETS["bf16-o2"], BF16_O2_DTYPES | {name: {wrong_dtype}})
 

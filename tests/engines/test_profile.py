@@ -35,10 +35,7 @@ def test_times_of_sequential_activities_are_added_by_name() -> None:
         make_activity("mm", "matmul", 0, 2),
         make_activity("add", "other", 3, 4),
         make_activity("mm", "matmul", 4, 5),
-    ) == {
-        "mm": 3,
-        "add": 1,
-    }
+    ) == {"mm": 3, "add": 1}
 
 
 def test_nested_activities_of_a_lane_get_exclusive_time() -> None:

@@ -175,8 +175,8 @@ MAP_ERROR = "libtorch_cpu.so: failed to map segment from shared object"
             False,
             MemoryError,
             (
-                f"engine 'torch' cannot be imported for lack of memory ({MAP_ERROR}); free memory, or"
-                " raise its limit (ulimit -v)"
+                f"engine 'torch' cannot be imported for lack of memory ({MAP_ERROR}); free memory,"
+                " or raise its limit (ulimit -v)"
             ),
         ),
         (

@@ -137,9 +137,7 @@ def reduce_scatter_backward(last: str | None = None) -> list[str]:
 ALL_GATHERS = [f"all_gather {name}" for name in UNITS]
 
 
-def test_sharded_optimizer_states_gather_weights_after_the_update(
-    monkeypatch,
-):
+def test_sharded_optimizer_states_gather_weights_after_the_update(monkeypatch):
     step_events = exchange_events(1, monkeypatch, micros=2)
     first_backward = ["gradient head", "gradient layer 1", "gradient layer 0"]
     assert step_events == [

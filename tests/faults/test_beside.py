@@ -85,10 +85,7 @@ def test_ending_a_run_that_waits_in_the_queue_cancels_its_job(
     result = scene.wait_for_end(END_S)
     assert wait_for(
         lambda: scene.jobs() == [running_job] and not scene.stage.find_leftovers(), END_S
-    ), (
-        scene.jobs(),
-        scene.stage.find_leftovers(),
-    )
+    ), (scene.jobs(), scene.stage.find_leftovers())
     after_s = time.monotonic() - began
     assert result.code == code
     assert "Traceback" not in result.err

@@ -136,10 +136,7 @@ def test_time_spent_beside_a_pass_is_hidden_work(
         plausibility.check_time_outside_passes(
             make_record(ranks=[rank], passes=[make_window()]), {}
         )
-    )[:2] == (
-        ok,
-        "hidden",
-    )
+    )[:2] == (ok, "hidden")
 
 
 def test_reason_of_hidden_work_names_pass_and_rank() -> None:
@@ -194,10 +191,7 @@ def test_the_fastest_matmul_is_the_limit() -> None:
         ranks = [RankFacts(rank=0, matmul_flops_per_s=rate / 1.2, matmuls=[shape])]
         assert sole_verdict(
             plausibility.check_plausible_rates(run_record.model_copy(update={"ranks": ranks}), {})
-        )[:2] == (
-            ok,
-            "implausible",
-        )
+        )[:2] == (ok, "implausible")
 
 
 def test_a_rate_above_the_datasheet_is_implausible() -> None:

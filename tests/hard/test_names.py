@@ -141,10 +141,7 @@ def test_modified_case_is_noted(change: Callable, parts: str, tmp_path: Path) ->
     )
     assert [
         run.label for runs in group_by_case([original, modified_record]).values() for run in runs
-    ] == [
-        "#1",
-        "#1",
-    ]
+    ] == ["#1", "#1"]
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem[-8:])

@@ -146,7 +146,10 @@ def test_unwritable_stdout_fails_a_command_that_only_prints(
 
 def test_unencodable_characters_are_escaped_as_in_json(shell: Shell) -> None:
     value = {"é": "…", "a": "\U0001f600"}
-    program = f"from steelyard.cli import printing\nwith printing.protect_streams(): printing.print_json({value!a})"
+    program = (
+        "from steelyard.cli import printing\nwith printing.protect_streams():"
+        f" printing.print_json({value!a})"
+    )
     command = [sys.executable, "-P", "-c", program]
     result = subprocess.run(
         command,

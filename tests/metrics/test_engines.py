@@ -107,14 +107,7 @@ def test_a_run_that_is_not_valid_has_answers_and_no_rate() -> None:
         other_row.mem,
         other_row.valid_count,
         len(other_row.records),
-    ) == (
-        None,
-        None,
-        None,
-        10.0,
-        0,
-        1,
-    )
+    ) == (None, None, None, 10.0, 0, 1)
     mixed = compare_engines(
         make_scoring_record("torch", "A" * 8),
         make_scoring_record("other", "A" * 8, 50.0, status="invalid"),

@@ -75,11 +75,7 @@ def test_training_has_both_backward_matmuls():
         (matmul.layout, matmul.m, matmul.n, matmul.k, matmul.count)
         for matmul in shapes
         if matmul.name == "up"
-    ] == [
-        ("nt", 10, 48, 32, 2),
-        ("nn", 10, 32, 48, 2),
-        ("tn", 48, 32, 10, 2),
-    ]
+    ] == [("nt", 10, 48, 32, 2), ("nn", 10, 32, 48, 2), ("tn", 48, 32, 10, 2)]
     assert {
         matmul.layout for matmul in matmuls.list_model_matmuls(GLM, 10, 4, kinds.SCORE.products)
     } == {"nt"}

@@ -74,9 +74,9 @@ def build_engine(run: dict, rank: int, world: int) -> TorchTrain:
             place=degrees.find_position(layout, rank),
             group=None,
             steps=None,
-            checkpoint_schedule=CheckpointSchedule(Path(run["keep"]), KEEP_EVERY)
-            if run.get("keep")
-            else None,
+            checkpoint_schedule=(
+                CheckpointSchedule(Path(run["keep"]), KEEP_EVERY) if run.get("keep") else None
+            ),
             resume=(
                 Path(run["resume"]) / checkpoint_folders.format_step_folder(KEEP_EVERY)
                 if run.get("resume")

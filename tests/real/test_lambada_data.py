@@ -37,10 +37,7 @@ def test_the_real_set_has_5153_passages(texts: list[str], data_dir: Path) -> Non
     assert len(texts) == 5153
     assert data.load_passages(
         LambadaData(kind="lambada"), data_dir / "lambada" / "lambada_test.jsonl"
-    ) == (
-        texts,
-        "lambada_test.jsonl",
-    )
+    ) == (texts, "lambada_test.jsonl")
     assert texts[0].startswith(golden("in-my-palm-is-clear-stone"))
     assert texts[0].rpartition(" ")[2] == "signs"
 

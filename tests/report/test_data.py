@@ -98,10 +98,7 @@ def test_cases_have_runs_with_every_metric_and_the_published_rows() -> None:
         unchanged["task"],
         unchanged["kind"],
         unchanged["changed"],
-    ) == (
-        *("llama2-7b-mmlu", "full", "mmlu", "score"),
-        [],
-    )
+    ) == (*("llama2-7b-mmlu", "full", "mmlu", "score"), [])
     assert [(run["number"], run["id"]) for run in unchanged["runs"]] == [
         (1, "0f3c9a7e5b21"),
         (2, "1a" * 6),

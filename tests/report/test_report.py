@@ -182,8 +182,8 @@ def test_html_is_well_formed_and_loads_nothing(lang: str) -> None:
         if name == "content" and value and "default-src" in value
     )
     assert policy.startswith(
-        f"default-src 'none'; style-src '{compute_csp_hash(read_template('style.css'))}'; script-src"
-        f" '{compute_csp_hash(read_template('page.js'))}';"
+        f"default-src 'none'; style-src '{compute_csp_hash(read_template('style.css'))}';"
+        f" script-src '{compute_csp_hash(read_template('page.js'))}';"
     )
     assert "@import" not in text
     assert "url(" not in text
@@ -273,11 +273,7 @@ def test_number_formats() -> None:
         format_count(10854627),
         format_count(True),
         format_setting({"a": 1e-5, "b": None, "c": [1, 2]}),
-    ) == (
-        "10,854,627",
-        "true",
-        "a=1e-05, c=[1, 2]",
-    )
+    ) == ("10,854,627", "true", "a=1e-05, c=[1, 2]")
 
 
 def test_a_page_has_only_numbers_of_the_record() -> None:
@@ -335,8 +331,8 @@ def test_sizes_of_a_case_have_tables_of_their_own() -> None:
     other = {**ENVIRONMENT, "software": {**ENVIRONMENT["software"], "driver": "999.1"}}
     smoke = {
         "case__size": "smoke",
-        "case__question": resolve_case("llama2-7b-mmlu", "smoke").case.question.model_dump(
-            mode="json"
+        "case__question": (
+            resolve_case("llama2-7b-mmlu", "smoke").case.question.model_dump(mode="json")
         ),
     }
     text = report.render(

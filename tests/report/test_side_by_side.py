@@ -316,11 +316,7 @@ def test_bar_positions_are_shares_of_the_width() -> None:
     [bar], [reference] = panel.bars, panel.references
     assert [
         chart_geometry.axis_percentage(value, panel) for value in (bar.value, *bar.interval)
-    ] == [
-        "78.43%",
-        "58.82%",
-        "98.04%",
-    ]
+    ] == ["78.43%", "58.82%", "98.04%"]
     assert chart_geometry.axis_percentage(reference.value, panel) == "19.61%"
     close = tuple(
         ReferenceLine(value, mark, "") for value, mark in ((10.0, "1"), (12.0, "2"), (90.0, "3"))
@@ -328,10 +324,7 @@ def test_bar_positions_are_shares_of_the_width() -> None:
     assert [
         (mark.position, mark.text)
         for mark in chart_geometry.place_references(Panel("", "", (), close, 0.0, 100.0))
-    ] == [
-        ("10.00%", "[1, 2]"),
-        ("90.00%", "[3]"),
-    ]
+    ] == [("10.00%", "[1, 2]"), ("90.00%", "[3]")]
 
 
 @pytest.mark.parametrize("format", report.FORMATS)

@@ -97,9 +97,8 @@ def test_python_without_the_same_steelyard_is_refused(tmp_path: Path) -> None:
     error = refusal_of_python(write_python_that_answers(tmp_path, package="0123"))
     package_hash = environment.hash_package()
     assert (
-        error
-        == f"{setting} has another steelyard {__version__} (files 0123, here {package_hash}); install this"
-        " one there"
+        error == f"{setting} has another steelyard {__version__} (files 0123, here {package_hash});"
+        " install this one there"
     )
     assert refusal_of_python(write_python_that_answers(tmp_path, lacking=["paddle"])) == golden(
         "has-no-paddle-and-the-engine", setting

@@ -118,10 +118,7 @@ def test_hosts_come_from_site_file_or_allocation() -> None:
     assert launch.choose_hosts(rows["ssh"], Site(hosts=["a", "b", "c"]), 2) == ["a", "b"]
     assert launch.choose_hosts(
         rows["slurm"], Site(hosts=["a"]), 2, Allocation("1", ("x", "y"))
-    ) == [
-        "x",
-        "y",
-    ]
+    ) == ["x", "y"]
 
 
 @pytest.mark.parametrize(

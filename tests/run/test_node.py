@@ -375,9 +375,7 @@ AGENT_OUT_OF_MEMORY = Failure(
 )
 
 
-def test_agent_out_of_memory_ends_its_ranks_and_reports_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_agent_out_of_memory_ends_its_ranks_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     node_agent, sender = make_agent_in_process(monkeypatch)
     node_agent._ranks = ranks = RanksWithoutMemory()
     node_agent.run()

@@ -32,7 +32,8 @@ def test_the_agent_takes_little_of_a_core(tmp_path: Path) -> None:
     time_s = host_load["t_s"][last] - host_load["t_s"][first]
     agent_cpu_s = host_load["agent_s"][last] - host_load["agent_s"][first]
     print(
-        f"the agent used {agent_cpu_s:.2f} s of a core in {time_s:.1f} s: {agent_cpu_s / time_s:.2%}"
+        f"the agent used {agent_cpu_s:.2f} s of a core in {time_s:.1f} s:"
+        f" {agent_cpu_s / time_s:.2%}"
     )
     assert len(positions) >= 8
     assert 0 <= agent_cpu_s / time_s < MAX_CPU_SHARE

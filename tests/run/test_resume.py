@@ -684,10 +684,7 @@ def test_impossible_checkpoints_are_refused_before_the_run(shell: Shell) -> None
     assert (
         result.code,
         golden("is-an-inference-case-without-checkpoints") in result.lines[-1],
-    ) == (
-        2,
-        True,
-    )
+    ) == (2, True)
     shell.out.mkdir()
     (shell.out / "checkpoints").write_text("in the way")
     result = shell(*RUN, *CHECKPOINT_OPTIONS, "--out", shell.out)
@@ -703,10 +700,7 @@ def test_resuming_without_checkpoints_is_refused(
     assert (
         result.code,
         "has no checkpoints; train with --checkpoint-every" in result.lines[-1],
-    ) == (
-        2,
-        True,
-    )
+    ) == (2, True)
     result = shell(*SMOKE, "--out", shell.out, "--resume", find_record(kept))
     assert (result.code, golden("is-an-inference-case-which-cannot") in result.lines[-1]) == (
         2,

@@ -84,7 +84,8 @@ def test_a_broken_transfer_is_continued_in_the_same_command(server, told, tmp_pa
     assert told.slept == [1.0, 1.0]  # no backoff, since each attempt made progress
     assert (
         told.lines[0]
-        == f"f.bin: the connection closed {len(CONTENT) - CUT_BYTES} bytes before the end; again in 1 s"
+        == f"f.bin: the connection closed {len(CONTENT) - CUT_BYTES} bytes before the end; again"
+        " in 1 s"
     )
     assert told.lines[1] == f"f.bin: continues after {CUT_BYTES} bytes"
     assert told.watched[-1] == (len(CONTENT), len(CONTENT))
@@ -274,8 +275,8 @@ def test_a_file_with_a_wrong_hash_is_removed(server, told, tmp_path):
     server.pages["/f"] = Page(OTHER_CONTENT)
     error_line = fetch_refusal(server, told, tmp_path)
     assert error_line.startswith(
-        f"f.bin could not be had: HOST: sha256 {hashlib.sha256(OTHER_CONTENT).hexdigest()}; the table says"
-        f" {SHA256}; "
+        f"f.bin could not be had: HOST: sha256 {hashlib.sha256(OTHER_CONTENT).hexdigest()}; the"
+        f" table says {SHA256}; "
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -133,7 +133,10 @@ def test_a_source_appears_only_when_all_files_are_right(server, told, store):
     )
     with pytest.raises(
         DownloadError,
-        match=f"b.bin could not be had: .*sha256 {sha256_hex(CONTENT_A)}; the table of sources says {sha256_hex(CONTENT_B)}",
+        match=(
+            f"b.bin could not be had: .*sha256 {sha256_hex(CONTENT_A)}; the table of sources says"
+            f" {sha256_hex(CONTENT_B)}"
+        ),
     ):
         fetch_some(server, told, store, catalog_source)
     assert store.find("some") is None
@@ -222,8 +225,8 @@ def test_a_file_without_a_hash_is_pinned_at_first_use(server, told, store):
     assert json.loads(store.pins_path.read_text())["pins"] == {"some/a.bin": pin}
     page.content, page.etag = CONTENT_A[::-1], '"two"'
     reason = (
-        f"sha256 {sha256_hex(CONTENT_A[::-1])}; the lock file .pinned 2026-11-16; if it has changed on purpose:"
-        f" --repin. says {sha256_hex(CONTENT_A)}"
+        f"sha256 {sha256_hex(CONTENT_A[::-1])}; the lock file .pinned 2026-11-16; if it has changed"
+        f" on purpose: --repin. says {sha256_hex(CONTENT_A)}"
     )
     with pytest.raises(DownloadError, match=reason):
         fetch_some(server, told, store, catalog_source, FetchOptions(again=True))
@@ -342,7 +345,10 @@ def test_an_offline_folder_with_another_file_is_refused(server, told, store, tmp
     catalog_source = make_source(server, SourceFile("a.bin", ("/a",), None, sha256_hex(CONTENT_A)))
     with pytest.raises(
         DownloadError,
-        match=f"a.bin: sha256 {sha256_hex(CONTENT_B)}; the table of sources says {sha256_hex(CONTENT_A)}",
+        match=(
+            f"a.bin: sha256 {sha256_hex(CONTENT_B)}; the table of sources says"
+            f" {sha256_hex(CONTENT_A)}"
+        ),
     ):
         fetch_some(server, told, store, catalog_source, FetchOptions(offline=tmp_path))
     assert store.find("some") is None

@@ -80,10 +80,7 @@ def test_begin_and_end_tokens_of_a_tokenizer_appear_once(
     )
     assert data.encode_conversations(
         [CONVERSATIONS[0]], TableTokenizer(begin=begin, close=close), 18
-    ) == (
-        [expected],
-        0,
-    )
+    ) == ([expected], 0)
 
 
 def test_a_tokenizer_whose_begin_tokens_vary_is_refused() -> None:
@@ -191,11 +188,7 @@ def test_the_row_of_a_truncated_sample_by_hand() -> None:
     (without_target,), _ = data.encode_conversations(CONVERSATIONS[:1], TableTokenizer(), 8)
     assert ConversationRows([without_target], 8, 1, 0, 0).row((0,)).targets.tolist() == [
         ignored
-    ] * 5 + [
-        16,
-        19,
-        ignored,
-    ]
+    ] * 5 + [16, 19, ignored]
     assert [
         counting.count_row(ConversationRows([sample], 8, 1, 0, 0).row((0,)))["logits"]
         for sample in (without_target, with_target)

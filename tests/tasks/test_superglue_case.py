@@ -218,9 +218,7 @@ def test_a_run_that_reached_its_target_cannot_be_resumed(shell: Shell) -> None:
 
 
 @pytest.mark.full
-def test_a_target_met_before_training_stops_at_the_first_due_evaluation(
-    shell: Shell,
-) -> None:
+def test_a_target_met_before_training_stops_at_the_first_due_evaluation(shell: Shell) -> None:
     record = run_and_read_record(shell, *RUN, "--division", "open", "--set=gate.reach=0.2")
     assert record["metrics"]["acc_before"]["value"] > 0.2
     train_pass = record["outputs"]["passes"]["train"]

@@ -300,11 +300,7 @@ def test_an_answer_that_is_no_entity_is_learned_and_cannot_be_chosen() -> None:
     without_entity, one_entity = make_query("a b", "z"), make_query("a b", "z b")
     assert join_candidates(
         record.make_training_samples([without_entity, one_entity], LetterTokenizer(), 512, 9)
-    ) == [
-        "z a b",
-        "z a",
-        "b a",
-    ]
+    ) == ["z a b", "z a", "b a"]
     samples = record.make_evaluation_samples([without_entity, one_entity], LetterTokenizer(), 512)[
         0
     ]

@@ -80,14 +80,7 @@ def test_the_cloze_tokenizer_by_hand() -> None:
         vocabulary.pad,
         vocabulary.cls,
         vocabulary.mask,
-    ) == (
-        62,
-        "made",
-        None,
-        0,
-        1,
-        2,
-    )
+    ) == (62, "made", None, 0, 1, 2)
     assert len(vocabulary.sha256) == 64
     assert (
         vocabulary.sha256

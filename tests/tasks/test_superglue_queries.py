@@ -347,7 +347,8 @@ def test_lines_and_files_have_limits(
     monkeypatch.setattr(superglue, "MAX_LINE_BYTES", size // 2 - 2)
     assert (
         read_refusal(path)
-        == f"{path}: line 1 has more than {size // 2 - 2} bytes, the limit for a line; {LINE_FORMAT}"
+        == f"{path}: line 1 has more than {size // 2 - 2} bytes, the limit for a line;"
+        f" {LINE_FORMAT}"
     )
 
 
@@ -410,10 +411,7 @@ def test_real_lines_have_the_known_counts(
     assert (
         sum(len(example.entities) for example in examples),
         max(len(example.entities) for example in examples),
-    ) == (
-        entities,
-        most,
-    )
+    ) == (entities, most)
     assert all(set(example.answers) <= set(example.entities) for example in examples)
     assert not any(
         mark in example.passage for example in examples for mark in ("@highlight", "“", "’", "–")

@@ -141,10 +141,7 @@ def test_real_samples_have_the_known_counts(
     assert (
         sum(len(sample.candidates) for sample in train),
         sum(len(sample.candidates) for sample in evaluation),
-    ) == (
-        2460,
-        2083,
-    )
+    ) == (2460, 2083)
     assert max(len(sample.context) for sample in evaluation) == 406
     dataset = ClozeDataset(train, evaluation, division, 8, 0, bert.vocab, bert.vocab + 1)
     for keys, from_held_out, figures, logits in (

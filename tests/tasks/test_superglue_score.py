@@ -167,10 +167,7 @@ def test_an_evaluation_that_one_rank_lacks_is_not_lost() -> None:
     assert [
         evaluation_json["choices"]
         for evaluation_json in dump_passes(outputs)["train"]["evaluations"]
-    ] == [
-        [[0, 1], [1, 2], [2, 1], [3, 1]],
-        [[0, 2], [3, 0]],
-    ]
+    ] == [[[0, 1], [1, 2], [2, 1], [3, 1]], [[0, 2], [3, 0]]]
     assert score.tally_cloze_answers(outputs, "train") == Tally(4, 2, 0, 0)
 
 
@@ -228,10 +225,7 @@ def test_the_earliest_stop_of_all_ranks_is_recorded() -> None:
     rank_outputs = [{"stopped": stop, "evaluations": []} for stop in stops]
     assert dump_passes(score.merge_cloze_outputs(NO_PASSES, "train", rank_outputs))["train"][
         "stopped"
-    ] == {
-        "step": 7,
-        "why": "target",
-    }
+    ] == {"step": 7, "why": "target"}
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,4 @@ def test_one_device_has_no_separate_exchange():
     assert [
         ReplicatedPlacement(replicas, torch.float32, CPU).exchanges_separately
         for replicas in (1, 2)
-    ] == [
-        False,
-        True,
-    ]
+    ] == [False, True]

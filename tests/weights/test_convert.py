@@ -331,13 +331,7 @@ def test_inspection_of_megatron_and_hugging_face(tmp_path: Path) -> None:
         hf_inspection.iteration,
         hf_inspection.dtype,
         hf_inspection.notes,
-    ) == (
-        "huggingface",
-        1,
-        None,
-        "fp32",
-        [],
-    )
+    ) == ("huggingface", 1, None, "fp32", [])
     assert hf_inspection.shape == dims
     assert hf_inspection.parameters == count
     assert hf_inspection.files == conversion.files[:1]

@@ -304,8 +304,8 @@ def test_a_finished_conversion_is_not_repeated(to: str, tp: int, tmp_path: Path)
     last_file = target / conversion.files[-1][0]
     last_file.write_bytes(last_file.read_bytes() + b" ")
     changed = (
-        f"{target}/conversion.json: says that its folder is complete, and {last_file.name} is not as it"
-        " was written; "
+        f"{target}/conversion.json: says that its folder is complete, and {last_file.name} is not"
+        " as it was written; "
     )
     assert_refused(lambda: convert.convert_checkpoint(source, target, to, tp), changed)
     last_file.unlink()

@@ -63,8 +63,8 @@ def test_the_family_is_known_by_file_and_tensor_names(name: str, tmp_path: Path)
         "glm": glm_checkpoint.open_glm_checkpoint,
     }[other_family]
     reason = (
-        f"{folder}: holds a checkpoint of the family {family}, and one of the family {other_family} is"
-        " wanted; give "
+        f"{folder}: holds a checkpoint of the family {family}, and one of the family {other_family}"
+        " is wanted; give "
     )
     assert_refused(lambda: reader(folder), reason)
 

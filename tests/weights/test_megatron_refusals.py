@@ -318,7 +318,8 @@ def test_missing_shards_are_refused(tmp_path: Path) -> None:
     shutil.rmtree(folder / "mp_rank_02")
     assert_refused(
         tmp_path,
-        f"{folder}: 4 shards are told of, 2 are here: mp_rank_02 and 1 more are missing; fetch them",
+        f"{folder}: 4 shards are told of, 2 are here: mp_rank_02 and 1 more are missing; fetch"
+        " them",
     )
 
 

@@ -116,18 +116,16 @@ def make_attacks(marker: str) -> dict[str, bytes]:
         "build an ordered dict": (
             b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00items" + system_global + b"sb."
         ),
-        "items of a global": b"\x80\x02"
-        + system_global
-        + b"(X\x01\x00\x00\x00a"
-        + pushed_command
-        + b"u.",
+        "items of a global": (
+            b"\x80\x02" + system_global + b"(X\x01\x00\x00\x00a" + pushed_command + b"u."
+        ),
         "values of a global": b"\x80\x02" + system_global + b"(" + pushed_command + b"e.",
         "pid with a call": b"\x80\x02" + system_global + pushed_command + b"\x85RQ.",
         "as a key": b"\x80\x02}" + system_global + pushed_command + b"\x85RNs.",
         "our own": b"\x80\x02csteelyard.models.pickles\n_Machine\n)R.",
-        "dotted": b"\x80\x04\x8c\x05torch\x8c\x15_utils.__builtins__.ev\x93"
-        + pushed_command
-        + b"\x85R.",
+        "dotted": (
+            b"\x80\x04\x8c\x05torch\x8c\x15_utils.__builtins__.ev\x93" + pushed_command + b"\x85R."
+        ),
     }
 
 
