@@ -118,7 +118,9 @@ OTHER_CPU = make_accelerator("cpu", [])
 
 
 def install_entry_point(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Make a constant of this module the only third-party accelerator, and hide all CUDA devices."""
+    """Make a constant of this module the only third-party accelerator, and hide all CUDA
+    devices.
+    """
     entry = EntryPoint(name.lower(), f"{__name__}:{name}", accelerators.ENTRY_POINT_GROUP)
     monkeypatch.setattr(
         plugins,

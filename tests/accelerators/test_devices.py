@@ -24,7 +24,7 @@ import json
 from steelyard.accelerators import nvml
 found = nvml.make_sources(nvml.find_nvidia_devices(None))
 print(json.dumps([[source.device, source.read_all(()), *(source.read(()) for _ in range(10))] for source in found]))
-"""
+"""  # noqa: E501
 FIRST_READING = {
     "memory_bytes": 1000,
     "sm_clock_mhz": 1980,
@@ -63,8 +63,12 @@ def test_readings_of_an_old_driver(tmp_path: Path) -> None:
         READ_PROGRAM, LD_LIBRARY_PATH=build_fake_nvml(tmp_path / "old", "-DOLD_DRIVER")
     )
     assert first_reading == {
-        **FIRST_READING, "memory_bytes": 1512, "temperature_c": 62, "reasons": ["gpu_idle", "sw_power_cap"], "processes": 0
-    }  # fmt: skip
+        **FIRST_READING,
+        "memory_bytes": 1512,
+        "temperature_c": 62,
+        "reasons": ["gpu_idle", "sw_power_cap"],
+        "processes": 0,
+    }
     assert second_reading["reasons"] == ["gpu_idle", "hw_slowdown", "hw_power_brake_slowdown"]
 
 
@@ -205,8 +209,12 @@ def test_the_torch_device_of_a_cpu() -> None:
     assert (memory["allocated_bytes"], memory["reserved_bytes"]) == (None, None)
     assert 0 < memory["in_use_bytes"] < total
     assert device.identity() == {
-        "name": cpu.read_model_name(), "uuid": None, "memory_bytes": total, "capability": None, "multiprocessors": None
-    }  # fmt: skip
+        "name": cpu.read_model_name(),
+        "uuid": None,
+        "memory_bytes": total,
+        "capability": None,
+        "multiprocessors": None,
+    }
     assert device.versions() == {"cuda": None, "cudnn": None, "nccl": None}
     assert device.attention("bf16", True) == "rows"
     for precision in ("fp32", "fp16", "bf16"):
@@ -264,8 +272,12 @@ def test_the_torch_device_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.event().elapsed_s(device.event()) == 0.25
     assert device.memory() == {"allocated_bytes": 7, "reserved_bytes": 8}
     assert device.identity() == {
-        "name": "NVIDIA H200", "uuid": "GPU-aaaa0000", "memory_bytes": 10, "capability": "9.0", "multiprocessors": 132
-    }  # fmt: skip
+        "name": "NVIDIA H200",
+        "uuid": "GPU-aaaa0000",
+        "memory_bytes": 10,
+        "capability": "9.0",
+        "multiprocessors": 132,
+    }
     assert [device.attention(name, False) for name in ("fp16", "bf16", "fp32")] == [
         "flash",
         "flash",
@@ -314,7 +326,7 @@ for precision in ("fp32", "tf32", "bf16", "tf32", "fp16"):
     newer = matmul.fp32_precision == "tf32", cudnn.conv.fp32_precision == "tf32"
     out.append([matmul.allow_tf32, cudnn.allow_tf32, *newer, torch.get_float32_matmul_precision() == "high"])
 print(json.dumps(out))
-"""
+"""  # noqa: E501
     assert run_python(code) == [[False] * 5, [True] * 5, [False] * 5, [True] * 5, [False] * 5]
 
 

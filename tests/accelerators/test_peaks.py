@@ -79,9 +79,10 @@ def test_memory_size_distinguishes_devices_of_one_name() -> None:
         PEAK_ROW.format(name="small", more="memory_gib = 40", rate=1e12)
         + PEAK_ROW.format(name="large", more="memory_gib = 80", rate=2e12)
     )
-    assert [(small.is_of_device("X", gib << 30), large.is_of_device("X", gib << 30)) for gib in (35, 39, 60, 79)] == [
-        (False, False), (True, False), (False, False), (False, True)
-    ]  # fmt: skip
+    assert [
+        (small.is_of_device("X", gib << 30), large.is_of_device("X", gib << 30))
+        for gib in (35, 39, 60, 79)
+    ] == [(False, False), (True, False), (False, False), (False, True)]
     assert not small.is_of_device("X", None)
     assert not small.is_of_device("Y", 40 << 30)
 

@@ -90,7 +90,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Save
     }
 
     def build_page(name: str, lang: str = "en") -> SavedPage:
-        """Render the page of the named records unless it is there, and return it with its records."""
+        """Render the page of the named records unless it is there, and return it with its
+        records.
+        """
         if name not in records_by_name:
             records_by_name[name] = sources[name]()
         path = folder / f"{name}-{lang}.html"

@@ -17,7 +17,7 @@ SCHEMES = ("light", "dark")
 # A table that is wider than its box must be scrollable in it.
 CUT_OFF = """() => [...document.querySelectorAll('.table')].filter(one =>
     one.scrollWidth > one.clientWidth + 1 && !['auto', 'scroll'].includes(getComputedStyle(one).overflowX)
-).length"""
+).length"""  # noqa: E501
 SMALL_TEXT = """() => {
     const found = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
     for (let node; (node = walker.nextNode());) {
@@ -27,7 +27,7 @@ SMALL_TEXT = """() => {
         if (parseFloat(getComputedStyle(parent).fontSize) * drawn < 10) found.push(node.data);
     }
     return found;
-}"""
+}"""  # noqa: E501
 
 
 @pytest.mark.parametrize("lang", report.LANGS)

@@ -143,7 +143,7 @@ def test_the_content_security_policy_blocks_foreign_scripts_and_styles(
     view = look(pages("two").url)
     view.js(
         """() => { for (const [tag, text] of [['script', 'window.ran = 1'], ['style', 'body { display: none }']]) {
-            const one = document.createElement(tag); one.textContent = text; document.body.append(one); } }"""
+            const one = document.createElement(tag); one.textContent = text; document.body.append(one); } }"""  # noqa: E501
     )
     assert view.js("window.ran") is None
     assert view.js("getComputedStyle(document.body).display") == "block"

@@ -22,9 +22,23 @@ def test_the_shipped_case() -> None:
     case = resolve.resolve_case(NAME).case
     assert (case.name, case.size, case.divisions) == (NAME, "full", ["closed", "open"])
     model = case.question.model
-    assert (model.layers, model.hidden, model.heads, model.kv_heads, model.ffn, model.vocab, model.positions) == (
-        32, 4096, 32, 32, 11008, 32000, 4096,
-    )  # fmt: skip
+    assert (
+        model.layers,
+        model.hidden,
+        model.heads,
+        model.kv_heads,
+        model.ffn,
+        model.vocab,
+        model.positions,
+    ) == (
+        32,
+        4096,
+        32,
+        32,
+        11008,
+        32000,
+        4096,
+    )
     assert case.question.data.made is None
     assert case.gate is not None
     assert (case.gate.target, case.gate.within, case.gate.agree_within) == (0.458, 0.01, 0.005)
@@ -43,14 +57,24 @@ def test_size_smoke_changes_only_the_keys_of_its_table() -> None:
         "precision": smoke.question.precision,
         "model": full.question.model.model_copy(
             update={
-                "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 512, "positions": 512,
+                "layers": 2,
+                "hidden": 64,
+                "heads": 4,
+                "kv_heads": 2,
+                "ffn": 160,
+                "vocab": 512,
+                "positions": 512,
                 "nominal_parameters": 1e5,
             }
         ),
         "data": full.question.data.model_copy(
-            update={"context": 256, "subjects": 4, "made": GeneratedQuestionsConfig(subjects=4, questions=12)}
+            update={
+                "context": 256,
+                "subjects": 4,
+                "made": GeneratedQuestionsConfig(subjects=4, questions=12),
+            }
         ),
-    }  # fmt: skip
+    }
     assert smoke.question == full.question.model_copy(update=changed)
     assert smoke.question.precision.name == "fp32"
     assert smoke.tune == full.tune.model_copy(
@@ -268,12 +292,25 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
 
 
 def test_refusals_hold_no_words_of_pydantic() -> None:
-    """Each kind of problem that the schema of a case can have is told in a sentence of Steelyard's."""
+    """Each kind of problem that the schema of a case can have is told in a sentence of
+    Steelyard's.
+    """
     wrong: list[tuple[str, object]] = [
-        ("tune.sharding", 7), ("tune.compile", "x"), ("tune.env", 1), ("tune.parallel", 1), ("tune.batching", "x"),
-        ("max_interval", 0), ("max_interval", "x"), ("divisions", 1), ("question.precision", 1), ("gate", 3),
-        ("reference", [{"source": 1}]), ("devices", "x"), ("question.seed", 1e30), ("question.data.shots", 9),
-    ]  # fmt: skip
+        ("tune.sharding", 7),
+        ("tune.compile", "x"),
+        ("tune.env", 1),
+        ("tune.parallel", 1),
+        ("tune.batching", "x"),
+        ("max_interval", 0),
+        ("max_interval", "x"),
+        ("divisions", 1),
+        ("question.precision", 1),
+        ("gate", 3),
+        ("reference", [{"source": 1}]),
+        ("devices", "x"),
+        ("question.seed", 1e30),
+        ("question.data.shots", 9),
+    ]
     for key, value in wrong:
         table = resolve.read_case(NAME).table
         *parents, leaf = key.split(".")

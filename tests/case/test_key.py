@@ -41,10 +41,20 @@ def list_question_leaves(model: type[BaseModel] = Question, prefix: str = "") ->
 
 
 OTHER_VALUES = {
-    "kind": "train", "division": "open", "precision.name": "other", "precision.matmul": "fp16",
-    "precision.weights": "fp16", "precision.gradients": "bf16", "precision.states": "bf16", "model.kv_heads": 1,
-    "model.heads": 2, "model.hidden": 128, "task": "other", "model.family": "other", "data.kind": "other",
-}  # fmt: skip
+    "kind": "train",
+    "division": "open",
+    "precision.name": "other",
+    "precision.matmul": "fp16",
+    "precision.weights": "fp16",
+    "precision.gradients": "bf16",
+    "precision.states": "bf16",
+    "model.kv_heads": 1,
+    "model.heads": 2,
+    "model.hidden": 128,
+    "task": "other",
+    "model.family": "other",
+    "data.kind": "other",
+}
 
 
 def replace_leaf(model: Any, dotted: str, value: object) -> Any:

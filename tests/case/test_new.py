@@ -30,9 +30,20 @@ CONFIG: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 LLAMA = {
-    "family": "llama", "layers": 30, "hidden": 576, "heads": 9, "kv_heads": 3, "ffn": 1536, "vocab": 49152, "positions": 8192,
-    "rope_base": 100000.0, "norm_eps": 1e-5, "qkv_bias": False, "tied": True, "qk_norm": False,
-}  # fmt: skip
+    "family": "llama",
+    "layers": 30,
+    "hidden": 576,
+    "heads": 9,
+    "kv_heads": 3,
+    "ffn": 1536,
+    "vocab": 49152,
+    "positions": 8192,
+    "rope_base": 100000.0,
+    "norm_eps": 1e-5,
+    "qkv_bias": False,
+    "tied": True,
+    "qk_norm": False,
+}
 TASKS = ("alpaca", "lambada", "mmlu", "openwebtext")
 
 
@@ -102,13 +113,28 @@ def test_the_file_reads_as_the_case_in_memory(tmp_path: Path) -> None:
         ({"model_type": "qwen3", "head_dim": 128}, {"qk_norm": True, "head_dim": 128}),
         ({"model_type": "mistral", "sliding_window": 1024}, {"window": 1024}),
         (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                              "original_max_position_embeddings": 2048}},
-            {"rope_scaling": {"kind": "llama3", "factor": 8.0, "low": 1.0, "high": 4.0, "original_positions": 2048}},
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 2048,
+                }
+            },
+            {
+                "rope_scaling": {
+                    "kind": "llama3",
+                    "factor": 8.0,
+                    "low": 1.0,
+                    "high": 4.0,
+                    "original_positions": 2048,
+                }
+            },
         ),
     ],
     ids=["qwen2", "qwen3", "mistral", "llama3"],
-)  # fmt: skip
+)
 def test_model_families(changes: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
     """Each family is checked in both sizes; the tiny model has the same features."""
     new_case = make_new_case(tmp_path, **changes)

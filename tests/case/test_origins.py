@@ -82,10 +82,20 @@ def test_a_precision_spelled_out(tmp_path: Path) -> None:
 def test_origins_of_full_smoke_and_command_line_values() -> None:
     def picked(resolved: ResolvedCase) -> dict[str, str]:
         keys = (
-            "name", "question.model.layers", "question.model.norm_eps", "question.model.rope_base", "question.division",
-            "question.precision.matmul", "question.data.shots", "question.data.context", "tune.batch_tokens", "tune.pad_to",
-            "tune.warmup", "gate.target", "question.seed",
-        )  # fmt: skip
+            "name",
+            "question.model.layers",
+            "question.model.norm_eps",
+            "question.model.rope_base",
+            "question.division",
+            "question.precision.matmul",
+            "question.data.shots",
+            "question.data.context",
+            "tune.batch_tokens",
+            "tune.pad_to",
+            "tune.warmup",
+            "gate.target",
+            "question.seed",
+        )
         return {key: resolved.origins[key] for key in keys}
 
     full = {

@@ -121,7 +121,9 @@ def test_deep_settings_are_refused() -> None:
 
 
 def test_lists_are_not_settable_but_read() -> None:
-    """No settable key is a list; one given for a list is read as one and then refused by its type."""
+    """No settable key is a list; one given for a list is read as one and then refused by its
+    type.
+    """
     assert not [key for key in resolve.list_settable_keys() if key in ("engines", "divisions")]
     assert "(it is ['a', 'b'])" in get_resolve_error(NAME, "full", 'tune.attention=["a", "b"]')
 

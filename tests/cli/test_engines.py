@@ -38,7 +38,9 @@ def make_requests(
     precision: str | None = None,
     **options: Any,
 ) -> list[Request]:
-    """Return a smoke request on the CPU for each known engine; `changes` are settings of the case."""
+    """Return a smoke request on the CPU for each known engine; `changes` are settings of the
+    case.
+    """
     resolved = resolve_case(case, "smoke", precision, division, list(changes))
     engines = split_engines_and_settings("all", [])[0]
     return [

@@ -200,7 +200,9 @@ def test_interrupted_download_resumes_with_the_same_command(
 def test_full_disk_during_a_download_gets_one_line(
     shell: Shell, server: Server, small_disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server does not send the size of the file, so the lack of space cannot be known before."""
+    """The server does not send the size of the file, so the lack of space cannot be known
+    before.
+    """
     monkeypatch.setattr("steelyard.sources.download.SPARE_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(small_disk))
     server.pages[f"/m/openwebtext/{STEM}_ids.npy"] = Page(

@@ -155,7 +155,7 @@ try:
     main()
 finally:
     sys.stderr.write(" ".join(sorted({"torch", "transformers", "numpy", "rich.live"} & sys.modules.keys())))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(("typed", "offered"), COMPLETIONS, ids=[typed for typed, _ in COMPLETIONS])
@@ -208,7 +208,7 @@ class Terminal:
 sys.stderr = Terminal()
 from steelyard.cli import main
 main()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(

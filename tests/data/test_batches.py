@@ -21,7 +21,9 @@ SEED_012, SEED_201 = 2, 1
 
 
 def convert_to_lists(batch: PromptBatch) -> dict[str, Any]:
-    """Return every field of a batch with arrays as lists, so that a comparison shows what differs."""
+    """Return every field of a batch with arrays as lists, so that a comparison shows what
+    differs.
+    """
     fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value
@@ -256,8 +258,13 @@ def test_counts_by_brute_force(q_lens: list[int], k_lens: list[int]) -> None:
             pairs += j <= i + (k - q)
     counts = prompt_batches.count_batch(q_lens, k_lens, 2, padded=9)
     assert counts == {
-        "tokens": sum(q_lens), "samples": 2, "padded": 9, "logits": 2, "pairs": pairs, "square": square,
-    }  # fmt: skip
+        "tokens": sum(q_lens),
+        "samples": 2,
+        "padded": 9,
+        "logits": 2,
+        "pairs": pairs,
+        "square": square,
+    }
 
 
 def test_equal_bins_by_hand() -> None:

@@ -44,7 +44,9 @@ def write_pair(prefix: Path, ids: Any, lens: Any, docs: Any) -> Path:
 
 
 def write_small_pair(prefix: Path, dtype: str = "uint16") -> Path:
-    """Write a pair with three documents and return its prefix: 1 2 3 (two sentences), 4 5, and 6."""
+    """Write a pair with three documents and return its prefix: 1 2 3 (two sentences), 4 5, and
+    6.
+    """
     return write_pair(
         prefix,
         np.arange(1, 7, dtype=dtype),

@@ -1,4 +1,6 @@
-"""Test reading JSON lines: values with their line numbers, size limits, and refusals in one line."""
+"""Test reading JSON lines: values with their line numbers, size limits, and refusals in one
+line.
+"""
 
 import gzip
 from pathlib import Path

@@ -38,9 +38,15 @@ def test_a_case_runs_without_torch(shell: Shell, options: tuple[str, ...]) -> No
     done = shell(*SMOKE, "--engine", "abacus", *options, "--out", shell.out)
     assert done.code == 0, done.err
     (record,) = shell.records()
-    assert (record["status"], record["case"]["name"], record["engine"]) == ("valid", CASE, {
-        "name": "abacus", "details": {"batches": 3 if options[:1] == ("--sample",) else 6}, "conforms": None,
-    })  # fmt: skip
+    assert (record["status"], record["case"]["name"], record["engine"]) == (
+        "valid",
+        CASE,
+        {
+            "name": "abacus",
+            "details": {"batches": 3 if options[:1] == ("--sample",) else 6},
+            "conforms": None,
+        },
+    )
     assert record["weights"] == {"source": "random", "seed": 0}
     assert record["ranks"][0]["identity"]["name"] == "Abacus"
     assert record["ranks"][0]["identity"]["capability"] == "fp32"

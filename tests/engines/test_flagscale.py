@@ -210,16 +210,25 @@ def test_an_unusable_dry_run_is_refused(
     ("more", "said"),
     [
         ((), "engine flagscale runs a checkout of FlagScale; name it: --set engine.checkout=DIR"),
-        (("--set=engine.checkout=none",), "engine.checkout 'none': no run.py in it; name a checkout of FlagScale"),
+        (
+            ("--set=engine.checkout=none",),
+            "engine.checkout 'none': no run.py in it; name a checkout of FlagScale",
+        ),
         (
             ("--engine", "torch", "--set=engine.checkout=none"),
             "engine.checkout: engine torch needs no checkout; leave it out",
         ),
-        (("{}", "--nodes", "2"), "--nodes 2: engine flagscale runs on one host; allowed: --nodes 1"),
+        (
+            ("{}", "--nodes", "2"),
+            "--nodes 2: engine flagscale runs on one host; allowed: --nodes 1",
+        ),
         (("{}", "--passes", "before,train"), "--passes: no pass 'before'; allowed: train"),
-        (("{}", "--precision", "bf16-pure"), "engine flagscale does not train in bf16-pure; allowed: fp32, fp16, bf16"),
+        (
+            ("{}", "--precision", "bf16-pure"),
+            "engine flagscale does not train in bf16-pure; allowed: fp32, fp16, bf16",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_requests_are_refused_in_one_line(
     shell: Shell, checkout: Path, more: tuple[str, ...], said: str
 ) -> None:

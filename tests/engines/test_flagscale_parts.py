@@ -183,19 +183,46 @@ def test_warm_up_learning_rates_equal_those_of_every_engine(tmp_path: Path, warm
 @pytest.mark.parametrize(
     ("settings", "devices", "changes", "said"),
     [
-        ((), 1, {"weights": Path("w")}, "--weights: engine flagscale: it begins with random weights of its own; leave it out"),
-        (("tune.sharding=2",), 2, {}, "tune.sharding: engine flagscale: its distributed optimizer divides states alone"),
-        (("tune.attention=rows",), 1, {}, "tune.attention: engine flagscale: documents are kept apart by its plain attention"),
-        (("tune.deterministic=true",), 1, {}, "tune.deterministic: engine flagscale: it has no such mode here"),
-        (("tune.micro_batch=3",), 1, {}, "8 rows do not divide into micro-batches of 3 on 1 replicas"),
         (
-            ("tune.parallel=PP4", "question.model.layers=4", "tune.micro_batch=1"), 4, {},
-            "--parallel: engine flagscale: inner stages of a pipeline are not told where documents end; allowed: PP1, PP2",
+            (),
+            1,
+            {"weights": Path("w")},
+            "--weights: engine flagscale: it begins with random weights of its own; leave it out",
+        ),
+        (
+            ("tune.sharding=2",),
+            2,
+            {},
+            "tune.sharding: engine flagscale: its distributed optimizer divides states alone",
+        ),
+        (
+            ("tune.attention=rows",),
+            1,
+            {},
+            "tune.attention: engine flagscale: documents are kept apart by its plain attention",
+        ),
+        (
+            ("tune.deterministic=true",),
+            1,
+            {},
+            "tune.deterministic: engine flagscale: it has no such mode here",
+        ),
+        (
+            ("tune.micro_batch=3",),
+            1,
+            {},
+            "8 rows do not divide into micro-batches of 3 on 1 replicas",
+        ),
+        (
+            ("tune.parallel=PP4", "question.model.layers=4", "tune.micro_batch=1"),
+            4,
+            {},
+            "--parallel: engine flagscale: inner stages of a pipeline are not told where documents end; allowed: PP1, PP2",  # noqa: E501
         ),
         (("tune.parallel=PP2", "question.model.layers=3"), 2, {}, "3 layers do not divide by PP2"),
         ((), 1, {"inputs": object()}, "engine flagscale trains on documents packed end to end"),
     ],
-)  # fmt: skip
+)
 def test_unsupported_jobs_are_refused(
     tmp_path: Path, settings: Any, devices: int, changes: Any, said: str
 ) -> None:

@@ -28,8 +28,16 @@ from steelyard.run.checked_request import check_request
 CORPUS = "llama1-7b-openwebtext"
 # torch draws normal numbers 16 at a time; sizes of these matrices are no multiples of 16.
 MODEL = LlamaModel(
-    family="llama", layers=1, hidden=24, heads=4, kv_heads=2, ffn=22, vocab=33, positions=64, qkv_bias=True
-)  # fmt: skip
+    family="llama",
+    layers=1,
+    hidden=24,
+    heads=4,
+    kv_heads=2,
+    ffn=22,
+    vocab=33,
+    positions=64,
+    qkv_bias=True,
+)
 
 
 def draw_torch_weights() -> dict[str, np.ndarray]:

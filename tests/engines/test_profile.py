@@ -99,7 +99,7 @@ def test_an_empty_timeline_has_no_kernels() -> None:
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matmul"),
         (
             (
-                "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nt_align8>"
+                "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nt_align8>"  # noqa: E501
             ),
             "matmul",
         ),

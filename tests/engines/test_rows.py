@@ -1,4 +1,6 @@
-"""Engine rows: what each engine can do is known, refused and listed without importing a framework."""
+"""Engine rows: what each engine can do is known, refused and listed without importing a
+framework.
+"""
 
 import importlib.util
 import os

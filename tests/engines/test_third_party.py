@@ -1,4 +1,6 @@
-"""An engine of another package, from its entry point to its record: the example of docs/engines.md."""
+"""An engine of another package, from its entry point to its record: the example of
+docs/engines.md.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -160,7 +160,7 @@ from steelyard.engines.torch.framework import TorchFramework
 before = torch.are_deterministic_algorithms_enabled()
 TorchFramework("steelyard.accelerators.cpu_torch:CpuTorchDevice", 0, time.monotonic).make_deterministic()
 print(before, torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.full

@@ -85,7 +85,9 @@ def load_hf_model(folder: Path) -> Any:
 
 @pytest.mark.parametrize("name", MODEL_TYPES)
 def test_choices_equal_a_loop_over_single_prompts(name: str, folders: dict[str, Path]) -> None:
-    """The engine pads prompts of several lengths to a batch; the loop takes one prompt at a time."""
+    """The engine pads prompts of several lengths to a batch; the loop takes one prompt at a
+    time.
+    """
     scoring_engine = build_engine(
         make_own_case(folders[name], "mmlu", *GENERATED_DATA["mmlu"], "tune.batch_tokens=800"),
         folders[name],

@@ -225,7 +225,9 @@ def test_flash_attention_with_dropout_equals_dense_attention_with_its_mask(
 @pytest.mark.parametrize("way", ATTENTION_FUNCTIONS)
 @pytest.mark.parametrize("division", LONG)
 def test_attention_with_dropout_is_linear_in_its_values(division: str, way: str) -> None:
-    """For long rows too: out(v + w) = out(v) + out(w) with one seed, and <grad, out(v)> = <dv, v>."""
+    """For long rows too: out(v + w) = out(v) + out(w) with one seed, and <grad, out(v)> = <dv,
+    v>.
+    """
     qkv, grad = random_qkv_and_gradient(LONG[division], torch.float16)
     rows = make_cloze_layout(*LONG[division], GPU)
     flipped = qkv.clone()

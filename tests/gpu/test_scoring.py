@@ -55,7 +55,9 @@ def test_triton_read_logits_equals_the_plain_function() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_another_number_of_tokens_compiles_nothing(precision: str) -> None:
-    """Also for numbers of tokens or logits that 16 divides, on which Triton specializes by default."""
+    """Also for numbers of tokens or logits that 16 divides, on which Triton specializes by
+    default.
+    """
     device = torch.device("cuda")
     model = Llama(SHAPE).to(device, torch.bfloat16)
     if precision == "fp8":

@@ -187,7 +187,9 @@ print((kib("VmHWM") - before) * 1024)
 @pytest.mark.process
 @pytest.mark.parametrize("unit", JSON_UNITS)
 def test_parsing_a_record_takes_no_more_memory_than_estimated(unit: str, tmp_path: Path) -> None:
-    """The peak memory of a process that parses two megabytes is measured, less what it had before."""
+    """The peak memory of a process that parses two megabytes is measured, less what it had
+    before.
+    """
     path = tmp_path / "record.json"
     content = (
         b'{"schema":1,"junk":['
@@ -260,7 +262,7 @@ try:
     {read}(Path(sys.argv[1]))
 except RequestError as error:
     print(time.monotonic() - begin, (most() - before) // 1024, error)
-"""
+"""  # noqa: E501
 READ_CASE_IMPORTS = (
     "from steelyard.case import resolve\ndef read_case(path): return resolve.read_case(str(path))"
 )

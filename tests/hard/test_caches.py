@@ -41,7 +41,9 @@ def make_open_message(**changes: object) -> OpenMessage:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the user's cache folder of steelyard, in a folder of this test; it does not exist yet."""
+    """Return the user's cache folder of steelyard, in a folder of this test; it does not exist
+    yet.
+    """
     for name in CACHE_FOLDERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

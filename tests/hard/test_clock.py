@@ -47,7 +47,7 @@ int clock_gettime(clockid_t id, struct timespec *at) {
     }
     return failed;
 }
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,9 @@ OPENWEBTEXT = "llama1-7b-openwebtext"
 
 
 def run_conform(shell: Shell, *arguments: str, **variables: str) -> tuple[int, dict[str, Any]]:
-    """Run `steelyard conform` with a cache of this test, and return its exit code and JSON answer."""
+    """Run `steelyard conform` with a cache of this test, and return its exit code and JSON
+    answer.
+    """
     result = shell(
         "conform", *arguments, "--json", XDG_CACHE_HOME=str(shell.folder / "cache"), **variables
     )
@@ -96,7 +98,9 @@ def test_an_engine_that_trains_on_half_of_a_batch_does_not_conform(
 def test_unfinished_run_gives_no_conformity_result(
     reasons: tuple[str, ...], code: int, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C ends the command at once; a run that failed says nothing about the engine's answers."""
+    """Ctrl-C ends the command at once; a run that failed says nothing about the engine's
+    answers.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(shell.folder / "cache"))
     failed = report.make_training_record().model_copy(
         update={

@@ -26,7 +26,9 @@ time.sleep(300)
 
 
 def make_folder_of_dead_agent(shell: Shell, mark: str) -> Path:
-    """Make the folder of a run with this mark, kill the process that holds it, and return its path."""
+    """Make the folder of a run with this mark, kill the process that holds it, and return its
+    path.
+    """
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER_PROGRAM, mark],
         env=shell.env(),

@@ -34,7 +34,7 @@ with running_cluster() as cluster:
     Slurm(cluster).start()
     print(cluster.folder, *(network_of(keeper.pid) for keeper in cluster.keepers.values()), flush=True)
     sys.stdin.read()
-"""
+"""  # noqa: E501
 
 Process = subprocess.Popen[str]
 

@@ -1,4 +1,6 @@
-"""Ceilings derived from the stretches of a bench: exact rates, and no rate where a result is wrong."""
+"""Ceilings derived from the stretches of a bench: exact rates, and no rate where a result is
+wrong.
+"""
 
 import json
 from pathlib import Path

@@ -42,7 +42,9 @@ def test_forty_steps_are_twenty_batches_of_two() -> None:
 
 
 def test_every_step_is_in_a_batch() -> None:
-    """Of 41 steps, the last of 20 batches has three. Only its last step is slow, and it must count."""
+    """Of 41 steps, the last of 20 batches has three. Only its last step is slow, and it must
+    count.
+    """
     assert batch_means_interval([1] * 41, [1.0] * 41) == (1.0, 1.0)
     low, high = batch_means_interval([1] * 41, [1.0] * 40 + [4.0]) or (0, 0)
     assert low < 41 / 44 < high

@@ -23,7 +23,9 @@ HOSTS = ("fh1", "fh1", "fh2", "fh2")
 
 
 class FakeHost:
-    """A host without a device: one fake clock, in seconds, serves as host clock and device clock."""
+    """A host without a device: one fake clock, in seconds, serves as host clock and device
+    clock.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0

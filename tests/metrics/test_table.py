@@ -144,7 +144,9 @@ def make_telemetry(device: str = "cuda:0", **columns: Any) -> TelemetrySeries:
 def make_run_facts(
     devices: int = 1, peak: dict[str, Any] | None = PEAK, **overrides: Any
 ) -> dict[str, Any]:
-    """Return what the parent process knows of a run, as keyword arguments of the draft of a record."""
+    """Return what the parent process knows of a run, as keyword arguments of the draft of a
+    record.
+    """
     hardware = {"devices": [{"name": "chip", "uuid": None, "memory_bytes": 80 * GIB}], "peak": peak}
     base: dict[str, Any] = {
         "id": "0" * 32,

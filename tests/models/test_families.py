@@ -32,9 +32,19 @@ SHAPES = {
     "glm": GlmModel(family="glm", layers=2, hidden=32, heads=4, ffn=48, vocab=61, positions=24),
 }
 COUNTED_MODEL = AutoModel(
-    family="auto", model_type="gpt2", layers=2, hidden=32, heads=4, vocab=61, positions=24, parameters=99_000,
-    token_flops=50_000, pair_flops=256, logit_flops=3904, config={"n_layer": 2},
-)  # fmt: skip
+    family="auto",
+    model_type="gpt2",
+    layers=2,
+    hidden=32,
+    heads=4,
+    vocab=61,
+    positions=24,
+    parameters=99_000,
+    token_flops=50_000,
+    pair_flops=256,
+    logit_flops=3904,
+    config={"n_layer": 2},
+)
 REFERENCES = ("build", "random_init", "placements", "holds", "checkpoint", "check_folder")
 
 

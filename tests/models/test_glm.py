@@ -304,9 +304,13 @@ def test_names_and_sizes_are_those_of_the_checkpoints() -> None:
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in glm.Glm(SHAPE).named_parameters()}
     layer = {
-        "input_layernorm": (32,), "post_attention_layernorm": (32,), "attention.query_key_value": (96, 32),
-        "attention.dense": (32, 32), "mlp.dense_h_to_4h": (48, 32), "mlp.dense_4h_to_h": (32, 48),
-    }  # fmt: skip
+        "input_layernorm": (32,),
+        "post_attention_layernorm": (32,),
+        "attention.query_key_value": (96, 32),
+        "attention.dense": (32, 32),
+        "mlp.dense_h_to_4h": (48, 32),
+        "mlp.dense_4h_to_h": (32, 48),
+    }
     expected = {
         "word_embeddings.weight": (61, 32),
         "transformer.position_embeddings.weight": (25, 32),

@@ -29,7 +29,7 @@ from steelyard.models import llama_init
 from steelyard.models.llama import LlamaShape
 shape = LlamaShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=12, vocab=32, positions=16)
 llama_init.fill_random_llama_weights(llama_init.build_llama(shape, torch.device("cpu"), torch.float32), 0, shape)
-"""
+"""  # noqa: E501
 
 
 def heavy_modules_after(code: str) -> list[str]:

@@ -130,7 +130,9 @@ def make_block(shape: LlamaShape) -> LlamaBlock:
 
 
 def random_streams(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return the inputs of a block: residual stream, delta, and cosines and sines of the positions."""
+    """Return the inputs of a block: residual stream, delta, and cosines and sines of the
+    positions.
+    """
     torch.manual_seed(5)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     x, delta = (
@@ -140,7 +142,9 @@ def random_streams(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def gradients(block, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Run a block forward and backward; return its second output and the gradients of both streams."""
+    """Run a block forward and backward; return its second output and the gradients of both
+    streams.
+    """
     out = block(*inputs, make_packed_layout(LENGTHS, None, CPU), "rows", None)
     torch.manual_seed(7)
     (out[0] * torch.randn_like(out[0]) + out[1] * torch.randn_like(out[1])).sum().backward()
@@ -175,7 +179,9 @@ def fp8_gradients(
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "window": 5}], ids=["plain", "varied"])
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 def test_gradients_are_near_those_of_fp32(monkeypatch, kind, changes):
-    """Distances are relative to the norm of each gradient. In bf16 alone they are 0.007 to 0.011."""
+    """Distances are relative to the norm of each gradient. In bf16 alone they are 0.007 to
+    0.011.
+    """
     monkeypatch.setitem(globals(), "SHAPE", replace(SHAPE, **changes))
     fp32_block = make_block(SHAPE)
     expected = gradients(fp32_block, random_streams(torch.float32)) | {

@@ -49,7 +49,9 @@ def make_block(shape: LlamaShape, dtype: torch.dtype) -> LlamaBlock:
 
 
 def random_streams(shape: LlamaShape, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return the inputs of a block: residual stream, delta, and cosines and sines of the positions."""
+    """Return the inputs of a block: residual stream, delta, and cosines and sines of the
+    positions.
+    """
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     x, delta = (
         torch.randn(len(positions), shape.hidden, dtype=dtype, requires_grad=True) for _ in range(2)

@@ -160,9 +160,15 @@ def test_engines_with_a_memory_factor_get_smaller_sizes() -> None:
     assert get_chosen_sizes(
         auto_sizes.choose_sizes(*resolve_on(LLAMA, 112 * GIB, factor=1.25, **options))
     ) == {"micro_batch": 4}
-    assert {row.name: row.memory_factor for row in engine_rows.load_engine_rows().values() if row.memory_factor != 1} == {
-        "megatron": 1.04, "paddle": 1.25, "flagscale": 1.25,
-    }  # fmt: skip
+    assert {
+        row.name: row.memory_factor
+        for row in engine_rows.load_engine_rows().values()
+        if row.memory_factor != 1
+    } == {
+        "megatron": 1.04,
+        "paddle": 1.25,
+        "flagscale": 1.25,
+    }
 
 
 def test_the_next_smaller_size() -> None:

@@ -430,7 +430,9 @@ def test_activations_are_what_torch_saves(changes, monkeypatch):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.usefixtures("one_thread")
 def test_activations_of_a_fused_block_are_what_torch_saves(changes, compiled, monkeypatch):
-    """Whether its parts are compiled changes nothing: they are functions of their arguments alone."""
+    """Whether its parts are compiled changes nothing: they are functions of their arguments
+    alone.
+    """
     model = SMALL.model_copy(update=changes)
     saved = measure_saved_bytes(model, False, monkeypatch, lean=True)
     assert saved == 32 * memory.count_layer_bytes(model, 2, "none", compiled, fused_blocks=True)

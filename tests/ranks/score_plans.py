@@ -22,7 +22,9 @@ from steelyard.tasks.task import Sources
 
 
 def main() -> None:
-    """Score all runs of the JSON file and write this rank's answers, rows and number of parameters."""
+    """Score all runs of the JSON file and write this rank's answers, rows and number of
+    parameters.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -66,7 +66,9 @@ def test_fp8_losses_of_passages_are_near_bf16(
 def test_fp8_changes_few_letters_of_questions(
     smollm2: Path, data_dir: Path, tmp_path: Path
 ) -> None:
-    """A model of this size often has two letters with nearly equal logits, so some choices change."""
+    """A model of this size often has two letters with nearly equal logits, so some choices
+    change.
+    """
     data = data_dir / "mmlu" / "mmlu_data.tar.gz"
     settings = ["question.seed=33", "question.data.context=320"]
     bf16, fp8 = (

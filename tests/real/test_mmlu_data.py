@@ -105,7 +105,7 @@ A. 30
 B. 29
 C. 27
 D. 47
-Answer:"""
+Answer:"""  # noqa: E501
 
 
 def test_real_prompt_byte_for_byte(

@@ -483,7 +483,9 @@ def test_special_and_missing_files_are_refused(tmp_path: Path, run: RunCommand) 
 
 
 def list_paths(value_at_path: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the paths of all values inside a JSON document; of a list only its first two elements."""
+    """Return the paths of all values inside a JSON document; of a list only its first two
+    elements.
+    """
     items = (
         value_at_path.items()
         if isinstance(value_at_path, dict)

@@ -60,7 +60,9 @@ DEVICES = [
 
 
 def make_run(name: str, **changes: Any) -> Record:
-    """Return a valid full run of a case on eight devices; `changes` replaces fields of the record."""
+    """Return a valid full run of a case on eight devices; `changes` replaces fields of the
+    record.
+    """
     resolved = resolve_with_fixed_tune(name)
     case = resolved.case
     kind = case.question.kind

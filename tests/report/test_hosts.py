@@ -34,7 +34,9 @@ def make_readings(host_name: str, device: str, used_gib: int, joules: float) -> 
 
 
 def make_run(**changes: Any) -> Record:
-    """Return a training record of two hosts with two ranks each, whose devices have the same names."""
+    """Return a training record of two hosts with two ranks each, whose devices have the same
+    names.
+    """
     devices = [("north", "cuda:0"), ("north", "cuda:1"), ("south", "cuda:0"), ("south", "cuda:1")]
     rank_facts = [
         {"rank": r, "host": host_name, "device": name, "all_reduce_bytes_per_s": 1e9 * (r + 1)}

@@ -12,10 +12,23 @@ BENCHES = (
     make_bench(),
     make_bench(name="square 1024", checked=ErrorCheck(error=0.5, bound=0.04)),
     make_bench(group="memory", name="read", unit="B/s", precision=None, detail={"bytes": 5}),
-    make_bench(group="capacity", name="memory of one process", unit="B", precision=None, amount=float(3 << 30), stretches=[])
-    .model_copy(update={"detail": {"how": "allocated until refused"}}),
-    make_bench(group="copy", name="host to device, pinned", unit="B/s", precision=None, reason="nothing to copy", stretches=[]),
-)  # fmt: skip
+    make_bench(
+        group="capacity",
+        name="memory of one process",
+        unit="B",
+        precision=None,
+        amount=float(3 << 30),
+        stretches=[],
+    ).model_copy(update={"detail": {"how": "allocated until refused"}}),
+    make_bench(
+        group="copy",
+        name="host to device, pinned",
+        unit="B/s",
+        precision=None,
+        reason="nothing to copy",
+        stretches=[],
+    ),
+)
 
 
 @pytest.mark.parametrize("lang", ["en", "zh"])

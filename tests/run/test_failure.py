@@ -189,9 +189,14 @@ def test_hosts_that_read_different_data_fail() -> None:
 
 def test_worker_of_a_program_stands_for_all_its_ranks():
     rank_files = fill_program_rank_files({0: make_rank_file(0, "done", 1.5)}, 3)
-    assert [(rank_file.rank, rank_file.device, rank_file.status, rank_file.ended_s) for rank_file in rank_files.values()] == [
-        (0, "cpu:0", "done", 1.5), (1, "cpu:1", "done", 1.5), (2, "cpu:2", "done", 1.5),
-    ]  # fmt: skip
+    assert [
+        (rank_file.rank, rank_file.device, rank_file.status, rank_file.ended_s)
+        for rank_file in rank_files.values()
+    ] == [
+        (0, "cpu:0", "done", 1.5),
+        (1, "cpu:1", "done", 1.5),
+        (2, "cpu:2", "done", 1.5),
+    ]
     assert find_failure(RankResults(rank_files, make_exits((0, 0, 2.0))), 3) is None
     raised = {0: make_rank_file(0, "raised", 1.5)}
     assert fill_program_rank_files(raised, 3) == raised

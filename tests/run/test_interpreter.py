@@ -107,7 +107,9 @@ def test_python_without_the_same_steelyard_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder on the module search path; packages that a test writes there can be imported."""
+    """Return a folder on the module search path; packages that a test writes there can be
+    imported.
+    """
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 

@@ -165,7 +165,9 @@ def test_pings_are_answered_with_the_clock(agent: Agent) -> None:
 def test_message_without_the_runs_token_ends_the_agent(
     agent: Agent, line: bytes, why: bytes
 ) -> None:
-    """Only the parent knows the token; whoever writes into the pipe without it is not the parent."""
+    """Only the parent knows the token; whoever writes into the pipe without it is not the
+    parent.
+    """
     agent.open()
     agent.send(line)
     _, err = agent.process.communicate(timeout=300)

@@ -467,7 +467,9 @@ def test_modules_in_the_current_folder_are_not_imported(shell: Shell) -> None:
 
 
 def test_record_file_name_stays_in_its_folder(faulty: Shell) -> None:
-    """A case file may be hostile, and the name of its precision is part of the record's file name."""
+    """A case file may be hostile, and the name of its precision is part of the record's file
+    name.
+    """
     from importlib import resources
 
     text = (resources.files("steelyard") / "cases" / f"{CASE}.toml").read_text()

@@ -86,7 +86,9 @@ def test_run_on_one_host_listens_only_on_loopback(shell: Shell, plan: str) -> No
 
 
 def _read_phase(shell: Shell) -> str | None:
-    """Return the phase that the run last wrote to its progress file, or None if there is none yet."""
+    """Return the phase that the run last wrote to its progress file, or None if there is none
+    yet.
+    """
     for path in shell.tmp.glob("steelyard-*/progress.json"):
         return str(json.loads(path.read_text())["phase"])
     return None

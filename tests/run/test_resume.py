@@ -44,7 +44,9 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def all_losses(record: dict[str, Any]) -> list[float]:
-    """Return the training losses of a record's rank 0, with those of the run that it resumed first."""
+    """Return the training losses of a record's rank 0, with those of the run that it resumed
+    first.
+    """
     losses_of_this_run = [
         s["values"]["loss"]
         for s in record["samples"]

@@ -1,4 +1,6 @@
-"""Tests of runs with selected subjects or rows, from the command line to the record and its report."""
+"""Tests of runs with selected subjects or rows, from the command line to the record and its
+report.
+"""
 
 import json
 from pathlib import Path

@@ -40,7 +40,9 @@ def make_series(**columns: list[Any]) -> TelemetrySeries:
 def collect_series(
     sampler: TelemetrySampler, host: str, severity: dict[str, str]
 ) -> list[TelemetrySeries]:
-    """Return the series of each source with the rows that the sampler has read since the last call."""
+    """Return the series of each source with the rows that the sampler has read since the last
+    call.
+    """
     all_series = []
     period_s, rows = sampler.take_new_rows()
     for source, columns in zip(sampler.sources, rows, strict=True):

@@ -381,7 +381,7 @@ source = CatalogSource("some", "", "MIT", "", (SourceFile("a.bin", (sys.argv[2] 
 say = lambda text: print(text, flush=True)
 here, before = fetch_source(SourceStore(Path(sys.argv[1])), source, FetchOptions(), DownloadTools(HttpClient(), None, say, TransferMeter(lambda *_: None)), lambda: "now")
 print(before, here.manifest.size_bytes)
-"""
+"""  # noqa: E501
 
 
 def start_worker(store: SourceStore, server: Server) -> "subprocess.Popen[str]":

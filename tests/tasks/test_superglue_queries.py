@@ -68,7 +68,9 @@ def write_lines(path: Path, *lines: Any) -> Path:
 
 
 def read_refusal(path: Path) -> str:
-    """Return the message with which reading `path` is refused, after checking that it is one line."""
+    """Return the message with which reading `path` is refused, after checking that it is one
+    line.
+    """
     with pytest.raises(RequestError) as error:
         superglue.read_queries(path)
     line = str(error.value)

@@ -21,7 +21,9 @@ PACK = SimpleNamespace(counts=dict.fromkeys(COUNT_NAMES, 5))
 
 
 class FakePlacement:
-    """A placement of two replicas, of which the other does the same as this one; it logs its calls."""
+    """A placement of two replicas, of which the other does the same as this one; it logs its
+    calls.
+    """
 
     lockstep = True
 

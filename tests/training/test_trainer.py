@@ -127,7 +127,9 @@ def test_warming_up_runs_every_variant_and_changes_nothing(placement: Any) -> No
 
 
 def test_gradients_are_clipped_by_the_norm_that_is_passed_in() -> None:
-    """The norm of all ranks may be twice that of this one, so that gradients are clipped to half."""
+    """The norm of all ranks may be twice that of this one, so that gradients are clipped to
+    half.
+    """
     grads, norms = [], []
     for factor in (1.0, 2.0):
         weight = nn.Parameter(torch.ones(2, 2))

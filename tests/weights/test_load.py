@@ -1,4 +1,6 @@
-"""Test loading Hugging Face folders: exact values, casts, shards, reported facts, and host memory."""
+"""Test loading Hugging Face folders: exact values, casts, shards, reported facts, and host
+memory.
+"""
 
 import json
 import subprocess

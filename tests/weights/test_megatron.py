@@ -318,7 +318,9 @@ print(max(highest, anonymous()) - before)
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """Write a checkpoint of two gigabytes; return its folder and the bytes of its largest tensor."""
+    """Write a checkpoint of two gigabytes; return its folder and the bytes of its largest
+    tensor.
+    """
     folder = tmp_path_factory.mktemp("large")
     return folder, write_large_checkpoint(folder, 2)
 

@@ -374,7 +374,9 @@ def test_swapped_shards_of_a_training_are_refused(tmp_path: Path) -> None:
 def test_uninformative_ranks_are_ignored(
     world: int | None, ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Conversion tools write every shard from one process, so their ranks do not number the shards."""
+    """Conversion tools write every shard from one process, so their ranks do not number the
+    shards.
+    """
 
     def change(index: int, file: dict[str, Any]) -> None:
         file["args"].rank = ranks[index]

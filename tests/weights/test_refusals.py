@@ -203,7 +203,9 @@ def remove_tensors(*names: str) -> Callable[[Tensors], Tensors]:
 
 
 def replace_tensors(**changes: Tensor) -> Callable[[Tensors], Tensors]:
-    """Return a function that adds or replaces tensors; two underscores in a name stand for a dot."""
+    """Return a function that adds or replaces tensors; two underscores in a name stand for a
+    dot.
+    """
     return lambda tensors: (
         tensors | {name.replace("__", "."): tensor for name, tensor in changes.items()}
     )

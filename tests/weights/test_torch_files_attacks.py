@@ -445,7 +445,9 @@ def test_tensors_that_do_not_fit_their_storage_are_refused(name, tmp_path):
 
 
 def change_zip_directory(path: Path, change: Any) -> Path:
-    """Change the entry data/0 in the zip's directory, not in its local header, and return the path."""
+    """Change the entry data/0 in the zip's directory, not in its local header, and return the
+    path.
+    """
     content = bytearray(path.read_bytes())
     entry_offset = content.rindex(b"PK\x01\x02", 0, content.rindex(b"a/data/0"))
     change(content, entry_offset)
