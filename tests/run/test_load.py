@@ -273,3 +273,12 @@ def test_process_that_spins_beside_a_run_is_noted(
     others_s = host_load["busy_s"][-1] - host_load["own_s"][-1]
     assert 0.05 * host_load["t_s"][-1] < others_s
     assert int(stat_fields[11]) / TICKS > 0.05 * host_load["t_s"][-1]
+
+
+def test_a_cgroup_whose_statistics_lack_the_usage_has_none(tmp_path: Path) -> None:
+    """cpu.stat of cgroup version 1 has only the throttling counters."""
+    statistics = tmp_path / "cpu.stat"
+    statistics.write_text("nr_periods 3\nnr_throttled 0\n")
+    assert cpu_load.CpuCgroup(1.0, statistics).read_usage_s() is None
+    statistics.write_text("usage_usec 2500000\nnr_periods 3\n")
+    assert cpu_load.CpuCgroup(1.0, statistics).read_usage_s() == 2.5

@@ -2,9 +2,10 @@
 /sys.
 
 The node agent reads CPU time once a second with a `CpuLoadReader` and sends each reading to the
-parent, which collects them in `LoadReadings`; the record states them as `Load`. How much CPU time
-other processes took during a pass is computed later from the record (metrics/cpu_contention.py). All paths
-are below `root`, so that tests can pass a folder in place of `/`.
+parent, which collects them in `LoadReadings`; the record states them as `CpuLoad`. How much CPU
+time other processes took during a pass is computed later from the record
+(metrics/cpu_contention.py). All paths are below `root`, so that tests can pass a folder in place of
+`/`.
 """
 
 import os
@@ -42,11 +43,14 @@ def read_allowed_cores() -> frozenset[int]:
 
 
 class CpuLoadReader:
-    """Reads the CPU time counters of this host for one run.
+    """Reads the CPU time counters of this host for one run: `read` returns a `LoadMessage` with the
+    CPU seconds of all processes on the counted cores, of the run's own (agent, its parent, ranks
+    set by `watch`, and the ranks' descendants), and of the cgroup with the tightest quota. Sending
+    it is up to the caller.
 
     `token` is the run's token, which every message carries. `cores` are the cores to count, by
-    default this process's affinity. `agent_pids` holds the process ids of the node agent, first its
-    own and then, unless that is pid 1 or below, that of the process that started it.
+    default this process's affinity. `agent_pids` are the process ids of the node agent, its own
+    first, by default this process and its parent.
     """
 
     def __init__(
@@ -56,8 +60,9 @@ class CpuLoadReader:
         cores: Iterable[int] | None = None,
         agent_pids: tuple[int, ...] | None = None,
     ) -> None:
-        """Find the cgroup with the tightest CPU quota and set what is counted: `cores` (None: this
-        process's affinity) and the agent's process ids (None: this process and its parent).
+        """Find the cgroup with the tightest CPU quota, and set what is counted: `cores` (None: this
+        process's affinity) and the agent's process ids (None: this process and, unless it is pid 1
+        or below, its parent). No counter is read yet.
         """
         self._token, self._root = token, root
         self._cores = read_allowed_cores() if cores is None else frozenset(cores)
@@ -79,11 +84,12 @@ class CpuLoadReader:
         self._rank_pids = pids
 
     def read(self, t_s: float) -> LoadMessage:
-        """Return the current counters as a `load` message; `t_s` is the time since the start of the
-        run, which is passed on.
+        """Return the current CPU counters of this host as a `load` message; `t_s` is the time since
+        the start of the run, which is passed on. Nothing is sent.
 
         The CPU times are in seconds since a start that the kernel chooses, so only differences
-        between two readings mean something.
+        between two readings mean something. `busy_s` and `group_s` are None where they cannot be
+        read.
         """
         self._find_descendants()
         return LoadMessage(
@@ -100,8 +106,8 @@ class CpuLoadReader:
         )
 
     def _find_descendants(self) -> None:
-        """Update the list of the ranks' descendants; if the ranks have more than 256 threads
-        together, only at every tenth call.
+        """Update the stored process ids of the ranks' descendants; if the ranks have more than
+        `FEW_THREADS` threads together, only at the first and then every `SEARCH_EVERY`-th call.
         """
         proc = self._root / "proc"
         threads = sum(cpu.count_threads(pid, proc) for pid in self._rank_pids)
@@ -110,8 +116,9 @@ class CpuLoadReader:
         self._readings += 1
 
     def _read_busy_s(self) -> float | None:
-        """Return the CPU seconds that all processes together used on the allowed cores, or None if
-        /proc/stat does not list every one of these cores.
+        """Return the CPU seconds that all processes together used on the counted cores since the
+        kernel's start, time stolen by a hypervisor included, or None if /proc/stat cannot be read
+        or does not list every one of these cores.
         """
         ticks = counted_cores = 0
         with suppress(OSError, ValueError, IndexError):
@@ -127,8 +134,9 @@ class CpuLoadReader:
     def _read_used_s(
         self, pids: Iterable[int], stat_columns: tuple[int, ...] = SELF_AND_CHILDREN_COLUMNS
     ) -> float:
-        """Return the CPU seconds used by these processes as far as they still exist; `stat_columns`
-        selects columns of /proc/PID/stat, by default also those of children that were waited for.
+        """Return the summed CPU seconds used so far by the processes with these ids; those that no
+        longer exist count 0. `stat_columns` selects columns of /proc/PID/stat, by default also
+        those of children that were waited for.
         """
         ticks = 0
         for pid in pids:
@@ -145,7 +153,8 @@ class CpuLoadReader:
 
 @dataclass
 class LoadReadings:
-    """The CPU load readings of one host, as the parent receives them.
+    """The CPU load readings of one host (`rows`), as the parent receives them; `to_load` makes what
+    the record states.
 
     When there are more than `MAX_READINGS`, every second one is dropped; as the values are running
     totals, no CPU time is lost by that.
@@ -154,16 +163,19 @@ class LoadReadings:
     rows: list[LoadMessage] = field(default_factory=list)
 
     def add(self, row: LoadMessage) -> None:
-        """Append a reading; beyond `MAX_READINGS` readings, drop every second one but never the
-        newest.
+        """Append a CPU load reading of this host; beyond `MAX_READINGS` readings, drop every second
+        one of all but never the newest.
         """
         self.rows.append(row)
         if len(self.rows) > MAX_READINGS:
             self.rows = [*self.rows[:-1:2], self.rows[-1]]
 
     def to_load(self) -> CpuLoad | None:
-        """Return all readings as columns for the record, with CPU seconds counted from the first
-        reading; None if there is no reading or the host did not report the busy time of its cores.
+        """Return all readings of this host as columns for the record, with CPU seconds counted from
+        the first reading; None if there is no reading or one lacks the busy time of the cores.
+
+        Without a quota, quota and `group_s` are left out; a `group_s` is None where it or the first
+        is unknown.
         """
         if not self.rows or any(row.busy_s is None for row in self.rows):
             return None
@@ -193,14 +205,17 @@ def _round_s(seconds: float) -> float:
 
 @dataclass(frozen=True)
 class CpuCgroup:
-    """A control group (cgroup) with a CPU quota: so many cores for all its processes together."""
+    """A control group (cgroup) of the kernel with a CPU quota: `quota` cores (may be a fraction)
+    for all its processes together.
+    """
 
     quota: float
     usage_file: Path | None  # counts its CPU time; None: no such file
 
     def read_usage_s(self) -> float | None:
-        """Return the CPU seconds used by all processes that were ever in the cgroup, or None if its
-        counter is missing or unreadable.
+        """Return the CPU seconds used by all processes that were ever in this cgroup (version 1:
+        cpuacct.usage in ns, version 2: `usage_usec` of cpu.stat), or None if it has no such file
+        or the file has no such number.
         """
         if self.usage_file is None:
             return None
@@ -208,11 +223,9 @@ class CpuCgroup:
             text = self.usage_file.read_text()
             if self.usage_file.name == "cpuacct.usage":
                 return int(text) / 1e9
-            return next(
-                int(line.split()[1]) / 1e6
-                for line in text.splitlines()
-                if line.startswith("usage_usec ")
-            )
+            for line in text.splitlines():
+                if line.startswith("usage_usec "):
+                    return int(line.split()[1]) / 1e6
         return None
 
 
@@ -229,12 +242,12 @@ def find_tightest_cgroup(root: Path = ROOT) -> CpuCgroup | None:
 
 
 def _list_cgroup_folders(root: Path) -> list[tuple[Path, Path]]:
-    """Return two folders each for this process's CPU cgroup and its ancestors, innermost first: the
-    one with the quota and the one that counts CPU time.
+    """Return a pair of folders each for this process's CPU cgroup and its ancestors, innermost
+    first: the one with the quota and the one that counts CPU time.
 
     The two differ where version 1 of cgroups mounts `cpuacct` separately. Not every folder exists:
     in a container, the cgroup's own root may be what is mounted. Returns an empty list without
-    /proc/self/cgroup.
+    /proc/self/cgroup; both versions are listed if the system has both.
     """
     top = root / CGROUP_ROOT
     lines: list[str] = []
@@ -255,8 +268,9 @@ def _list_cgroup_folders(root: Path) -> list[tuple[Path, Path]]:
 
 
 def _read_cgroup(folder: Path, usage_folder: Path) -> CpuCgroup | None:
-    """Return the cgroup of a folder with its quota, or None if it has none; `usage_folder` is the
-    folder of its cpuacct.usage, if it is version 1.
+    """Return the cgroup of a folder with its quota and the file that counts its CPU time (None:
+    neither exists), or None if it has no quota; `usage_folder` is the folder of its cpuacct.usage,
+    if it is version 1, which is preferred to cpu.stat.
     """
     quota = _read_quota(folder)
     if quota is None:
@@ -267,7 +281,7 @@ def _read_cgroup(folder: Path, usage_folder: Path) -> CpuCgroup | None:
 
 def _read_quota(folder: Path) -> float | None:
     """Return the CPU quota of a cgroup folder in cores (version 2: cpu.max, version 1:
-    cpu.cfs_quota_us), or None if there is no limit or no such file.
+    cpu.cfs_quota_us by cpu.cfs_period_us), or None if there is no limit or no readable file.
     """
     with suppress(OSError, ValueError, ZeroDivisionError):
         limit, period = (folder / "cpu.max").read_text().split()
@@ -279,8 +293,9 @@ def _read_quota(folder: Path) -> float | None:
 
 
 def count_oom_kills(root: Path = ROOT) -> int | None:
-    """Return how many processes of this process's cgroup the kernel has killed so far because
-    memory ran out, or None if no counter can be read.
+    """Return how many processes of this process's memory cgroup the kernel has killed so far
+    because memory ran out, by the first counter that can be read (its own folder, else the mounted
+    root), or None if there is none.
     """
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
