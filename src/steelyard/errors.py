@@ -61,7 +61,8 @@ def suggest_name(name: str, names: Iterable[str], label: str = "known") -> str:
     """Return a hint for a name that is not among `names`, for the end of an error message.
 
     The hint is "did you mean 'X'?" if one name is spelled much like it (upper and lower case are
-    equal), else `label` and all names, such as "known: a, b, c".
+    equal), else `label` and all names, such as "known: a, b, c". Only the first 200 characters of
+    `name` count.
     """
     spelled = {name.lower(): name for name in names}
     near = get_close_matches(name[:200].lower(), spelled, 1)
@@ -120,7 +121,9 @@ def find_first_cause(error: BaseException) -> BaseException:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error or its first cause says that host or device memory ran out."""
+    """Return whether an error, or the error that it was first raised from, says that host or device
+    memory ran out; errors between the two are not looked at.
+    """
     return any(_says_out_of_memory(cause) for cause in (error, find_first_cause(error)))
 
 

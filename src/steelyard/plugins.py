@@ -26,10 +26,10 @@ RowType = TypeVar("RowType")
 
 def load_rows(group: str, row_type: type[RowType], noun: str) -> list[RowType]:
     """Load the objects that the entry points of a group name, and return them in the order of the
-    entry points. Imports their packages.
+    entry points. Imports their packages; the list of entry points is cached.
 
-    Raise RequestError if one cannot be imported or is not of type `row_type`; `noun` names the kind
-    of row in the message, such as "task".
+    Raise RequestError if one cannot be imported (ImportError, AttributeError) or is not of type
+    `row_type`; `noun` names the kind of row in the message, such as "task".
     """
     loaded = []
     for entry in _find_entry_points(group, tuple(sys.path)):
@@ -58,7 +58,7 @@ def load_rows_by_name(
     shipped: list[RowType], group: str, row_type: type[RowType], noun: str
 ) -> dict[str, RowType]:
     """Return the shipped rows and those of other packages (see `load_rows`) by their `name`,
-    shipped ones first.
+    shipped ones first. Imports these packages.
 
     Raise RequestError if two rows have one name, or if a package's row cannot be loaded or has
     another type.

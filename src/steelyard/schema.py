@@ -41,7 +41,9 @@ class GrownModel(FrozenModel):
 
     @model_serializer(mode="wrap")
     def _serialize_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize the model without those fields of `LATER` that are None."""
+        """Return the model as a dict for serialization, without those fields of `LATER` that are
+        None.
+        """
         return {
             name: value
             for name, value in dump(self).items()
@@ -58,7 +60,9 @@ class ExtensibleModel(FrozenModel):
 
     @model_serializer(mode="wrap")
     def _serialize_set_fields(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize only the keys that were given to the constructor; defaults are left out."""
+        """Return the model as a dict for serialization, with only the keys that were given to the
+        constructor; defaults are left out.
+        """
         return {name: value for name, value in dump(self).items() if name in self.model_fields_set}
 
 

@@ -14,7 +14,10 @@ LACKS = {
 
 
 class CpuTorchDevice(HostDevice):
-    """A CPU, driven by torch."""
+    """A CPU, driven by torch in a worker: HostDevice with torch's device name, attention kernel
+    `rows`, no Triton, and the memory limit of its control group as `capacity`; `set_precision` only
+    refuses. `lacks` names TF32 and copies, which a CPU does not have.
+    """
 
     triton = False
     lacks = LACKS
@@ -31,14 +34,16 @@ class CpuTorchDevice(HostDevice):
         return "rows"
 
     def capacity(self) -> tuple[int, str]:
-        """Return the bytes that this process can have, and who limits them. They are read and not
-        tried, because a system that runs out of memory kills processes rather than refuse to
-        allocate.
+        """Return (bytes that this process can have on the CPU, a text that says who limits them:
+        control group or host). They are read and not tried, because a system that runs out of
+        memory kills processes rather than refuse to allocate.
         """
         return read_memory_limit()
 
     def set_precision(self, matmul: str) -> None:
-        """Raise RequestError for a matmul precision that CPUs do not have; nothing is set."""
+        """Raise RequestError for a matmul precision that a CPU does not have: all but fp32, fp16,
+        bf16 and fp8 (emulated). Nothing is set in torch.
+        """
         if matmul not in PRECISIONS:
             allowed = ", ".join(PRECISIONS)
             raise RequestError(

@@ -18,15 +18,18 @@ _cuda: Any = paddle.device.cuda
 
 
 class CudaPaddleDevice:
-    """An NVIDIA GPU, driven by Paddle."""
+    """An NVIDIA GPU, driven by Paddle in a worker: implements `PaddleDevice` with CUDA events,
+    allocator peaks and NCCL; `lacks` is empty. Constructing it makes the GPU Paddle's device.
+    """
 
     backend = "nccl"
     matmul_shape = 8192
     lacks: Mapping[str, str] = {}
 
     def __init__(self, local_rank: int, clock: Clock) -> None:
-        """Make GPU `local_rank` Paddle's device, and set FLAGS_selected_gpus in the environment.
-        Raises RequestError if Paddle is built for CPUs. `clock` is not used: GPUs have events.
+        """Make GPU `local_rank` Paddle's device, and set FLAGS_selected_gpus in this process's
+        environment. Raises RequestError if this Paddle is built for CPUs only. `clock` is not used:
+        GPUs have events. `place` is such as "gpu:0".
         """
         if not paddle.device.is_compiled_with_cuda():
             raise RequestError(
@@ -42,7 +45,9 @@ class CudaPaddleDevice:
         return len(os.sched_getaffinity(0))
 
     def event(self) -> StreamEvent:
-        """Record an event in the current stream and return it; does not wait."""
+        """Record a CUDA event, with timing, in Paddle's current stream and return it; the host does
+        not wait for it.
+        """
         event = _cuda.Event(enable_timing=True)
         event.record(_cuda.current_stream())
         return StreamEvent(event)
@@ -51,21 +56,28 @@ class CudaPaddleDevice:
         _cuda.synchronize(self._index)
 
     def reset_memory(self) -> None:
-        """Reset Paddle's peaks of allocated and reserved memory."""
+        """Reset the peaks of allocated and reserved memory that Paddle's allocator counts on this
+        GPU.
+        """
         _cuda.reset_max_memory_allocated(self._index)
         _cuda.reset_max_memory_reserved(self._index)
 
     def memory(self) -> dict[str, int | None]:
-        """Return Paddle's peaks of allocated and reserved bytes since the last reset."""
+        """Return `allocated_bytes` and `reserved_bytes`: the peaks of Paddle's allocator on this
+        GPU since the last reset.
+        """
         return {
             "allocated_bytes": _cuda.max_memory_allocated(self._index),
             "reserved_bytes": _cuda.max_memory_reserved(self._index),
         }
 
     def identity(self) -> dict[str, Any]:
-        """Return name, UUID, memory, compute capability and number of multiprocessors. The UUID
-        comes from NVML, by the device's position, since Paddle does not tell it; None if NVML lists
-        fewer devices.
+        """Return what identifies this GPU: `name`, `uuid`, `memory_bytes`, `capability` (such as
+        "9.0") and `multiprocessors`, their number.
+
+        The UUID comes from NVML, by the device's position among those of CUDA_VISIBLE_DEVICES,
+        since Paddle does not tell it; None if NVML lists fewer devices. Raises RequestError if NVML
+        fails.
         """
         properties = _cuda.get_device_properties(self._index)
         # Paddle does not tell the UUID
@@ -79,8 +91,8 @@ class CudaPaddleDevice:
         }
 
     def versions(self) -> dict[str, str | None]:
-        """Return the versions of CUDA, cuDNN and NCCL that Paddle was built with; NCCL is None if
-        it has none.
+        """Return the versions of `cuda`, `cudnn` and `nccl` that Paddle was built with, as texts;
+        NCCL's is None if it has none.
         """
         nccl = int(paddle.version.nccl())  # 22005 is 2.20.5
         return {
@@ -90,8 +102,9 @@ class CudaPaddleDevice:
         }
 
     def set_precision(self, matmul: str) -> None:
-        """Switch TF32 on for `tf32` and off for all else: Paddle has it on by default. Changes
-        Paddle's global state and refuses nothing.
+        """Switch TF32 in cuBLAS and cuDNN on if `matmul` is `tf32`, and off for all else: Paddle
+        has it on by default. Changes Paddle's global state; refuses no precision, and skips a
+        switch that this Paddle does not have.
         """
         for switch in ("set_cublas_switch", "set_cudnn_switch"):
             if hasattr(paddle.base.core, switch):

@@ -24,15 +24,18 @@ MIN_CAPABILITIES = {"int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9
 
 
 class CudaGraphRecorder:
-    """Records what a function launches as a CUDA graph. All its graphs share a memory pool. Torch's
-    random generator is part of a graph: each replay draws new numbers.
+    """Records what a function launches as a CUDA graph: call it with the function, and it returns
+    the graph, which has `replay`. All its graphs share a memory pool. Torch's random generator is
+    part of a graph: each replay draws new numbers.
     """
 
     def __init__(self) -> None:
         self._pool = _cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Any:
-        """Call `run` once while recording, and return the CUDA graph, which has `replay`."""
+        """Call `run` once while its launches are recorded as a CUDA graph, which does not execute
+        them, and return the graph; its `replay` does. Its memory comes from this recorder's pool.
+        """
         graph = _cuda.CUDAGraph()
         # NCCL's threads may query events meanwhile
         with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -41,9 +44,11 @@ class CudaGraphRecorder:
 
 
 def _enable_expandable_segments() -> None:
-    """Set torch's allocator to expandable segments, unless the user has set an allocator variable.
-    Must be called before anything is allocated. Otherwise micro-batches of different sizes leave
-    holes: 5.7 GiB of 106, which is what a size that was chosen to fit would lack.
+    """Set the allocator of torch in this process to expandable segments, unless the user has set
+    PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF. Must be called before anything is allocated.
+
+    Otherwise micro-batches of different sizes leave holes: 5.7 GiB of 106, which is what a size
+    that was chosen to fit would lack.
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         torch_core: Any = torch._C
@@ -55,15 +60,18 @@ def _enable_expandable_segments() -> None:
 
 
 class CudaTorchDevice:
-    """An NVIDIA GPU, driven by torch."""
+    """An NVIDIA GPU, driven by torch in a worker: implements `TorchDevice` with CUDA events,
+    allocator peaks, CUDA graphs (`recorder`) and NCCL. Constructing it makes the GPU torch's
+    current device and sets the allocator.
+    """
 
     backend = "nccl"
     matmul_shape = 8192
     triton = True
 
     def __init__(self, local_rank: int, clock: Clock) -> None:
-        """Make GPU `local_rank` torch's current device, with expandable allocator segments. `clock`
-        is not used: GPUs have events.
+        """Make GPU `local_rank` torch's current device, and set torch's allocator to expandable
+        segments unless the user has set one. `clock` is not used: GPUs have events.
         """
         self._index = local_rank
         _enable_expandable_segments()
@@ -74,7 +82,9 @@ class CudaTorchDevice:
         return torch.device("cuda", self._index)
 
     def event(self) -> StreamEvent:
-        """Record an event in the current stream and return it; does not wait."""
+        """Record a CUDA event, with timing, in torch's current stream and return it; the host does
+        not wait for it.
+        """
         event = _cuda.Event(enable_timing=True)
         event.record()
         return StreamEvent(event)
@@ -83,7 +93,9 @@ class CudaTorchDevice:
         _cuda.synchronize(self._index)
 
     def reset_memory(self) -> None:
-        """Reset torch's peaks of allocated and reserved memory."""
+        """Reset the peaks of allocated and reserved memory that torch's allocator counts on this
+        GPU.
+        """
         _cuda.reset_peak_memory_stats(self._index)
 
     def release_memory(self) -> None:
@@ -91,15 +103,17 @@ class CudaTorchDevice:
         _cuda.empty_cache()
 
     def memory(self) -> dict[str, int | None]:
-        """Return torch's peaks of allocated and reserved bytes since the last reset."""
+        """Return `allocated_bytes` and `reserved_bytes`: the peaks of torch's allocator on this GPU
+        since the last reset.
+        """
         return {
             "allocated_bytes": _cuda.max_memory_allocated(self._index),
             "reserved_bytes": _cuda.max_memory_reserved(self._index),
         }
 
     def identity(self) -> dict[str, Any]:
-        """Return name, UUID (with NVML's prefix `GPU-`), memory, compute capability and number of
-        multiprocessors.
+        """Return what identifies this GPU: `name`, `uuid` (with NVML's prefix `GPU-`),
+        `memory_bytes`, `capability` (such as "9.0") and `multiprocessors`, their number.
         """
         properties = _cuda.get_device_properties(self._index)
         return {
@@ -111,8 +125,8 @@ class CudaTorchDevice:
         }
 
     def versions(self) -> dict[str, str | None]:
-        """Return the versions of CUDA, cuDNN and NCCL that torch uses; None for one that it does
-        not have.
+        """Return the versions of `cuda`, `cudnn` and `nccl` that torch uses, as dotted texts; None
+        for one that it does not have.
         """
         nccl = _cuda.nccl.version() if torch.distributed.is_nccl_available() else None
         return {
@@ -122,8 +136,9 @@ class CudaTorchDevice:
         }
 
     def attention(self, dtype_name: str, shared: bool) -> str:
-        """Return the fastest attention kernel for this dtype: `flash` for 16-bit types, else
-        `efficient`. Both work with shared prefixes.
+        """Return the name of the fastest attention kernel on a GPU for weights of this dtype:
+        `flash` for fp16 and bf16, `efficient` for fp32 and tf32; KeyError for others. `shared` is
+        ignored: both work with shared prefixes.
         """
         return ATTENTION_KERNELS[dtype_name]
 
@@ -133,9 +148,9 @@ class CudaTorchDevice:
 
     @property
     def lacks(self) -> dict[str, str]:
-        """Return the precisions that the GPU has no tensor cores for, with the reason, by compute
-        capability (CUDA C++ Programming Guide, "Compute Capabilities"); libraries emulate or refuse
-        them.
+        """Return the precisions (of int8, bf16, tf32, fp8) that this GPU has no tensor cores for,
+        with the reason as text, by compute capability (CUDA C++ Programming Guide, "Compute
+        Capabilities"); libraries emulate or refuse them. Empty if it has all.
         """
         capability = torch.cuda.get_device_capability(self._index)
         return {
@@ -149,8 +164,9 @@ class CudaTorchDevice:
         return
 
     def set_precision(self, matmul: str) -> None:
-        """Allow TF32 in matmuls and cuDNN for `tf32`, and forbid it for all else. Raises
-        RequestError for fp8 on a GPU without it.
+        """Allow TF32 in torch's matmuls and cuDNN if `matmul` is `tf32`, and forbid it for all
+        else; global in this process. Raises RequestError for fp8 on a GPU without it, and for
+        nothing else.
 
         The older pair of flags is set, because they set the newer `fp32_precision` too, so that
         both can be read later. The newer ones leave the older unreadable (torch 2.13 raises), and

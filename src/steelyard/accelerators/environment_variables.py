@@ -228,8 +228,9 @@ PATH_SUFFIXES = ("_DIR", "_HOME", "_PATH", "_FILE")
 
 
 def is_recorded(name: str, allowed: frozenset[str]) -> bool:
-    """Return whether a record states a variable: it is in `allowed`, and its name is neither that
-    of a file or folder nor of a secret.
+    """Return whether a record states an environment variable: it is in `allowed`, and its name
+    neither ends like that of a file or folder (_DIR, _HOME, _PATH, _FILE) nor contains a word for a
+    secret, such as TOKEN or KEY.
     """
     return (
         name in allowed

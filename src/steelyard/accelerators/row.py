@@ -21,8 +21,9 @@ Severity = Literal["nothing", "note", "invalidates"]
 
 @dataclass(frozen=True)
 class DetectedDevice:
-    """A device as its driver shows it. Its position in a list of devices is the local rank of its
-    worker; `index` is the driver's own number.
+    """A device as its driver shows it, returned by `Accelerator.find`. Its position in that list is
+    the local rank of its worker; `index` is the driver's own number, `driver` the driver's version.
+    None is unknown.
     """
 
     name: str
@@ -34,11 +35,13 @@ class DetectedDevice:
 
 @dataclass(frozen=True)
 class TelemetrySource:
-    """A device whose telemetry is read repeatedly while a run goes on.
+    """A device whose telemetry is read repeatedly while a run goes on; `device` is its name in the
+    record, such as cuda:0.
 
     `read(pids)` is given the process ids of the run's workers on this host, and returns the
     readings now, by column, always the same columns. It may leave a slow column None most of the
-    time; `read_all` never does, and is called for the first and last reading.
+    time; `read_all` never does, and is called for the first and last reading; if it is None, `read`
+    is.
     """
 
     device: str
@@ -47,8 +50,10 @@ class TelemetrySource:
 
 
 class FrameworkDevice(Protocol):
-    """The device class of an accelerator for any framework. A worker constructs it with its local
-    rank and the clock of the measured loop.
+    """What every framework's device class of an accelerator has (a protocol): `event` and
+    `synchronize` to time with, `memory` and `reset_memory` for peaks, `identity` and `versions` for
+    the record, `set_precision`, which refuses precisions, `backend` and `matmul_shape`. A worker
+    constructs it with its local rank and the clock of the measured loop.
     """
 
     @property
@@ -92,7 +97,10 @@ class FrameworkDevice(Protocol):
 
 
 class TorchDevice(FrameworkDevice, Protocol):
-    """The device class of an accelerator for framework torch."""
+    """The device class of an accelerator for framework torch (a protocol): FrameworkDevice with
+    `torch_device`, `release_memory` and `attention`. `triton`, `recorder`, `lacks` and `capacity`
+    may be left out; the last two are for `steelyard spec`.
+    """
 
     @property
     def torch_device(self) -> "torch.device":
@@ -136,7 +144,9 @@ class TorchDevice(FrameworkDevice, Protocol):
 
 
 class PaddleDevice(FrameworkDevice, Protocol):
-    """The device class of an accelerator for framework paddle."""
+    """The device class of an accelerator for framework paddle (a protocol): FrameworkDevice with
+    `place`, `lacks` and `threads`.
+    """
 
     @property
     def place(self) -> str:
@@ -154,8 +164,12 @@ class PaddleDevice(FrameworkDevice, Protocol):
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A kind of device. All but the classes named in `devices` runs in the parent and in node
-    agents, which import no framework.
+    """A kind of device, such as cuda or cpu, as a row: how the host finds its devices (`find`),
+    watches them (`sources`), and which class drives them in each framework (`devices`). Other
+    packages add rows through an entry point.
+
+    All but the classes named in `devices` runs in the parent and in node agents, which import no
+    framework.
     """
 
     name: str
@@ -196,7 +210,7 @@ class Accelerator:
     steps: Mapping[str, Message] = field(default_factory=dict)
 
     def count_workers(self, devices: list[DetectedDevice]) -> int:
-        """Return how many workers these devices can serve: one each or, if a device can be shared,
-        as many as the host has CPUs, at least 8.
+        """Return how many workers these devices of the accelerator can serve: one each or, if it is
+        `divisible` (the CPU), the largest of their number, the host's number of CPUs and 8.
         """
         return max(len(devices), os.cpu_count() or 1, 8) if self.divisible else len(devices)

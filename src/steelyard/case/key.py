@@ -24,7 +24,8 @@ LATER_FIELDS: tuple[tuple[tuple[str, ...], Any], ...] = (
 
 
 def compute_question_key(question: dict[str, Any], fingerprint: str) -> str:
-    """Return the key of a question: the first 16 hex digits of the SHA-256 of its canonical JSON.
+    """Return the key of a question: the first 16 hex digits of the SHA-256 of its canonical JSON
+    (`make_hash_input`).
 
     `question` is the dict that a record holds, `fingerprint` identifies the data that was read.
     """
@@ -34,8 +35,9 @@ def compute_question_key(question: dict[str, Any], fingerprint: str) -> str:
 
 
 def make_hash_input(question: dict[str, Any], fingerprint: str) -> dict[str, Any]:
-    """Return a copy of the question dict as it is hashed: with the data's fingerprint added, and
-    without the fields of LATER_FIELDS that have their default.
+    """Return a copy of the question dict as it is hashed: with the fingerprint of the data that was
+    read under `data`, and without the fields of LATER_FIELDS that have their default. Nothing is
+    changed in place.
     """
     hash_input = {**question, "data": {**question["data"], "fingerprint": fingerprint}}
     for key_path, default in LATER_FIELDS:

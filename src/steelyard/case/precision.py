@@ -82,15 +82,18 @@ TRAINING_PRESETS = {
 
 
 def load_presets() -> dict[str, dict[str, Precision]]:
-    """Return the named precisions by kind of work (such as score or train), then by name."""
+    """Return the named precisions by kind of work (`score`, `train`, and those of other packages),
+    then by name.
+    """
     return {
         kind.name: plugins.load_reference(kind.precisions) for kind in kinds.load_kinds().values()
     }
 
 
 def name_precision(kind: str, parts: dict[str, object]) -> str:
-    """Return the name of a combination of number types: that of the preset of this kind of work
-    that equals it, otherwise its parts in words, such as `matmul fp16, weights fp32`.
+    """Return the name of a combination of number types (`parts`: matmul, weights, gradients,
+    states): that of the preset of this kind of work that equals it, otherwise its parts in words,
+    such as `matmul fp16, weights fp32`. An unknown kind has no presets.
     """
     for name, preset in load_presets().get(kind, {}).items():
         if preset.model_dump(exclude={"name"}) == {

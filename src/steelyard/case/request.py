@@ -1,7 +1,7 @@
 """A run as it was requested: a resolved case with engine, devices, paths and limits.
 
-`cli/requests.py` and `run/rerun.py` make a `Request`; `run/checked_request.py` checks it before anything
-is started.
+`cli/requests.py` and `run/rerun.py` make a `Request`; `run/checked_request.py` checks it before
+anything is started.
 """
 
 from dataclasses import dataclass, field
@@ -21,8 +21,9 @@ ENGINE_PREFIX = "engine."  # prefix of the keys of EngineSettings
 
 
 class EngineSettings(FrozenModel):
-    """The values of `--set engine.KEY=VALUE`: where an engine is installed. They are facts about a
-    host, and no part of a case.
+    """The values of `--set engine.KEY=VALUE`: where an engine is installed (`python`, the
+    interpreter of its workers; `checkout`, the folder of the program that it starts). They are
+    facts about a host, and no part of a case.
     """
 
     python: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")] | None = (
@@ -40,8 +41,8 @@ class EngineSettings(FrozenModel):
 
 
 def split_engine_settings(settings: list[str]) -> tuple[EngineSettings, list[str]]:
-    """Split the values of `--set` into the engine's settings and the others, unchanged and in
-    order.
+    """Split the values of `--set` into the engine's settings (`engine.KEY=VALUE`) and the other
+    texts, unchanged and in order. Of a repeated key the last value counts.
 
     Raise RequestError for an unknown `engine.` key, one without `=`, or a value that is not
     allowed.
@@ -72,11 +73,11 @@ def split_settings_by_engine(
     settings: list[str], engine_names: list[str]
 ) -> tuple[dict[str, EngineSettings], list[str]]:
     """Split the values of `--set` for `--engine all` into the settings of each engine, by its name,
-    and the others.
+    and the other texts, unchanged and in order. Engines without settings are not in the dict.
 
-    Each engine setting names its engine, as in `engine.python=megatron:venv/bin/python`;
-    RequestError if one does not, or names an engine that is not in `engine_names`. Engines without
-    settings are not in the dict.
+    Each engine setting names its engine, as in `engine.python=megatron:venv/bin/python`. Raise
+    RequestError if one does not, names an engine that is not in `engine_names`, or has an unknown
+    key or a value that is not allowed.
     """
     texts_by_engine: dict[str, list[str]] = {}
     for setting in (
@@ -98,7 +99,9 @@ def split_settings_by_engine(
 
 @dataclass(frozen=True)
 class Request:
-    """One run as a command line requests it. Nothing is checked here beyond the case.
+    """One run as a command line requests it: resolved case, engine, accelerator, launcher, hosts
+    and devices per host, passes, sample, paths, limits and outputs. Nothing is checked here beyond
+    the case.
 
     None means the default: all passes of the task, the whole data set, random weights, generated
     data (size smoke). Times are in seconds: a run ends when workers show no progress for `hang_s`,

@@ -39,11 +39,12 @@ CASE_ORIGIN = "case"  # the origin of values from a case file
 
 @dataclass(frozen=True)
 class ResolvedCase:
-    """A case with every override applied, and the origin of each value by dotted key (`case`,
-    `command line`, `default`, ...).
+    """A case with every override applied, and the origin of each value by dotted key: `case`,
+    `case, size smoke`, `command line`, `default`, `preset NAME (…)`, `auto (…)`. `resolve_case`
+    makes it.
 
-    `auto` names the tunes that `plan/auto_sizes.py` chooses once the devices are known; until then they
-    hold the fallback for devices of unknown memory. `path` is the case's name or file.
+    `auto` names the tunes that `plan/auto_sizes.py` chooses once the devices are known; until then
+    they hold the fallback for devices of unknown memory. `path` is the case's name or file.
     """
 
     case: Case
@@ -62,7 +63,8 @@ def list_shipped_cases() -> list[str]:
 
 @dataclass(frozen=True)
 class CaseSource:
-    """A case as TOML: its text and the parsed table, before a size is applied.
+    """A case as TOML: its text and the parsed table, before a size is applied. `read_case` makes it
+    from a file, `case/new_case.py` in memory.
 
     `path` is the name or file that the user gave. `origins` says by dotted key where values came
     from, for a case that was made in memory.
@@ -74,10 +76,12 @@ class CaseSource:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def apply_size(self, size: str) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the table of a size, and the origin of each value by dotted key.
+        """Return the table of this case at a size, with the key `size` added, and the origin of
+        each value by dotted key. The source is not changed.
 
-        For `smoke` the [smoke] table is merged over the rest; any other size drops it. Raise
-        RequestError if `smoke` is not a table. The source is not changed.
+        For `smoke` the [smoke] table is merged over the rest; any other size drops it. Origins are
+        `case, size smoke` for values of that table, else those in the source's `origins`, else
+        `case`. Raise RequestError if `smoke` is not a table.
         """
         table, origins = deepcopy(self.table), dict[str, str]()
         smoke = table.pop("smoke", {})
@@ -150,8 +154,8 @@ def _read_case_file(path: Path) -> bytes:
 
 
 def _is_deeper(value: Any, max_depth: int) -> bool:
-    """Return whether dicts and lists are nested more than `max_depth` deep. Dotted keys of TOML
-    nest as deep as they have parts.
+    """Return whether dicts and lists are nested more than `max_depth` deep in a value. Needed after
+    parsing too, because dotted keys of TOML nest as deep as they have parts.
     """
     level = [value]
     for _ in range(max_depth + 1):
@@ -170,11 +174,12 @@ def resolve_case(
     settings: list[str] | None = None,
 ) -> ResolvedCase:
     """Resolve a case as it will be run: its file, then its size (None: full), then precision,
-    division and `settings` (`key=value` texts of --set) of the command line.
+    division and `settings` (`key=value` texts of --set) of the command line. Tunes that are `auto`
+    get a fallback and are named in the result.
 
     `case` is a name, a path or a case that was already read. Raise RequestError for an unknown
-    case, size, division, precision or key, and CaseError, which lists all problems of the file at
-    both sizes, if the result does not validate.
+    case, size, division or key, or precision of the command line, or a file that is not TOML;
+    CaseError, which lists all problems of the file at both sizes, if the result does not validate.
     """
     source = read_case(case) if isinstance(case, str) else case
     table, origins = source.apply_size("smoke" if size == "smoke" else "full")
@@ -225,8 +230,9 @@ def _validate_or_explain(
 
 
 def _validate_case(table: dict[str, Any], origins: dict[str, str]) -> tuple[Case, tuple[str, ...]]:
-    """Return the validated case and the names of its tunes that are `auto`; pydantic's
-    ValidationError if it does not validate.
+    """Return the validated case and the names of its tunes that are `auto`; raise pydantic's
+    ValidationError if it does not validate, RequestError for an unknown precision of the command
+    line.
 
     `table` and `origins` are changed in place: the precision is expanded, nominal parameters of a
     changed model are dropped, and `auto` is replaced.
@@ -238,8 +244,9 @@ def _validate_case(table: dict[str, Any], origins: dict[str, str]) -> tuple[Case
 
 
 def _replace_auto(table: dict[str, Any], origins: dict[str, str]) -> tuple[str, ...]:
-    """Return the names of the tunes that are `auto`, and replace each in `table` by its fallback
-    for unknown memory; its origin becomes `auto (ORIGIN)`.
+    """Return the names of the tunes that are `auto` in a case's table, without `tune.`, and replace
+    each there by its fallback for unknown memory; its origin becomes `auto (ORIGIN)`. Both
+    arguments are changed in place. An empty tuple if there is no tune table.
     """
     tune = table.get("tune")
     if not isinstance(tune, dict):
@@ -260,8 +267,9 @@ def find_auto_tunes(origins: dict[str, str]) -> tuple[str, ...]:
 
 
 def _drop_nominal_parameters(table: dict[str, Any], origins: dict[str, str]) -> None:
-    """Set the model's nominal parameters to None, in place, if the command line changed the model
-    but not them: it is no longer of the size that the case names.
+    """Set the model's nominal parameters in a case's table to None, and their origin to a text that
+    says why, in place, if the command line changed the model but not them: it is no longer of the
+    size that the case names.
     """
     key = "question.model.nominal_parameters"
     model = (
@@ -292,11 +300,11 @@ def list_changed_keys(origins: dict[str, str]) -> list[str]:
 
 
 def _expand_precision(table: dict[str, Any], origins: dict[str, str]) -> None:
-    """Replace the name of a precision preset by its number types in `table["question"]`, and note
-    the origins, in place.
+    """Replace the name of a precision preset in `table["question"]` by a dict of its number types,
+    and note their origins, in place.
 
     A precision given as a table gets its name from its parts. An unknown name raises RequestError
-    if it comes from the command line; one in the file is left for validation to report.
+    if it comes from the command line; one in the file is left as it is, for validation to report.
     """
     question = table.get("question")
     if isinstance(question, dict) and isinstance(question.get("precision"), dict):
@@ -324,10 +332,11 @@ def _expand_precision(table: dict[str, Any], origins: dict[str, str]) -> None:
 
 
 def _apply_setting(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None:
-    """Apply one `--set` text (`key=value`) to the case's table and note its origin, in place.
+    """Set one `--set` text (`key=value`) in the case's table, creating tables on the way, and note
+    its origin `command line`, in place. The value is parsed as TOML, else it is text.
 
-    Raise RequestError if it has another form, names an unknown key, is nested too deep, or lies
-    below a single value. Values of `tune.env.` keys are always text.
+    Raise RequestError if the text has another form, names an unknown key, is nested too deep, or
+    lies below a single value. Values of `tune.env.` keys are always text.
     """
     key, sign, text = setting.partition("=")
     if not sign or not key:
@@ -375,8 +384,8 @@ def parse_value(text: str) -> Any:
 
 
 def list_settable_keys() -> list[str]:
-    """Return every dotted key that --set takes, sorted, from the pydantic models of cases, tasks
-    and model families.
+    """Return every dotted key that --set takes, sorted: `max_interval`, and those of tune,
+    question, gate and published facts, from the pydantic models of cases, tasks and model families.
 
     The shapes of models that transformers alone computes cannot be set: their FLOPs were counted
     for the whole model. Keys below `tune.env.` are not listed.
@@ -405,8 +414,9 @@ def _list_case_keys() -> list[str]:
 
 
 def _collect_keys(prefix: str, model: type[FrozenModel]) -> set[str]:
-    """Return the dotted keys of a pydantic model's fields and of the models inside them, below
-    `prefix`, without `kind`, `task` and `family`, which say what kind of table it is.
+    """Return the dotted keys below `prefix` of a pydantic model's fields, without `kind`, `task`
+    and `family`, which say what kind of table it is. Fields of models inside are included where the
+    annotation is a union or generic of them, such as `Model | None`.
     """
     keys: set[str] = set()
     for name, info in model.model_fields.items():

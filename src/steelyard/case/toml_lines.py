@@ -54,10 +54,10 @@ def find_line_numbers(text: str) -> dict[KeyPath, int]:
 
 
 def _split_statements(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line number and text of each statement, stripped and without comments: `[table]`,
-    `[[array]]` or `key = value`.
+    """Yield the number of the first line (from 1) and the text of each statement of a TOML text,
+    stripped and without comments: `[table]`, `[[array]]` or `key = value`.
 
-    A statement over several lines is yielded once, with its first line.
+    A statement over several lines (in strings or brackets) is yielded once.
     """
     begin, line, depth, current_line = 0, 1, 0, 1
     statement = ""  # the statement so far without its comments
@@ -77,8 +77,8 @@ def _split_statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _parse_key(statement: str) -> tuple[str, ...]:
-    """Return the parts of the dotted key that a statement begins with: the text before its first
-    unquoted `=`, parsed by tomllib.
+    """Return the parts of the dotted key that a TOML statement begins with: the text before its
+    first unquoted `=`, or all of it, parsed by tomllib. `a."b.c" = 1` gives ("a", "b.c").
     """
     before_equals = re.match(r"""(?:[^"'=]|"(?:\\.|[^"\\])*"|'[^']*')*""", statement)
     node: Any = tomllib.loads(f"{before_equals[0] if before_equals else ''} = 0")
@@ -92,11 +92,11 @@ def _parse_key(statement: str) -> tuple[str, ...]:
 def _add_array_indices(
     keys: tuple[str, ...], latest_elements: dict[KeyPath, int], last: bool
 ) -> KeyPath:
-    """Return the key path that a table header names, with the index of the latest element after
-    each array of tables on the way.
+    """Return the key path that a table header names by `keys`, with the index of the latest element
+    inserted after each array of tables on the way.
 
-    `arrays` maps the key path of an array to the index of its latest element. With `last`, that
-    index is also added if the header itself names an array.
+    `latest_elements` maps the key path of an array to the index of its latest element so far. With
+    `last`, that index is also added if the header itself names an array.
     """
     key_path: KeyPath = ()
     for number, key in enumerate(keys, 1):

@@ -91,8 +91,8 @@ def main() -> None:
 
 
 def _run_and_exit() -> None:
-    """Run the command and turn every error into a message on stderr and an exit code (see `main`);
-    it always raises SystemExit.
+    """Run the command in sys.argv and turn every error into a message on stderr and an exit code
+    (see `main`); it always raises SystemExit.
 
     SIGTERM and SIGHUP raise KeyboardInterrupt from here on, unless they are ignored, as under
     nohup.
@@ -137,8 +137,9 @@ def _run_and_exit() -> None:
 
 
 def _exit_if_not_a_bug(error: Exception) -> None:
-    """Print one line and exit if the error is not a bug: code 1 if memory ran out, 2 if a path that
-    the user named cannot be reached. Return otherwise.
+    """Print one line on stderr and raise SystemExit if an unexpected error is not a bug: code 1 if
+    memory ran out, 2 for an OSError that says that a path cannot be reached (permissions, length,
+    links). Return otherwise.
     """
     if is_out_of_memory(error):
         print_stderr(
@@ -167,8 +168,8 @@ def _print_usage_error(error: Any) -> None:
 
 
 def _describe_usage_error(error: Any) -> str:
-    """Return what is wrong with a mistyped command on one line; for an unknown option with the most
-    similar one.
+    """Return what is wrong with a mistyped command on one line, without a full stop; for an unknown
+    option (an error with `possibilities`) with the most similar one, if any.
     """
     if not hasattr(error, "possibilities"):
         return (

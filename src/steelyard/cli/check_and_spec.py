@@ -64,8 +64,8 @@ def check(
 
 
 def _format_findings(rows: "list[FitnessRow]") -> list[str]:
-    """Return a line for each finding, its level first, and below it a line with what helps, if
-    there is any; wrapped to the terminal.
+    """Return the lines of `check` for its findings, wrapped to the terminal: level (ok, warn, bad,
+    unknown), name and finding, and below it, after an arrow, what helps, if there is anything.
     """
     from steelyard.words import render_text
 
@@ -77,8 +77,9 @@ def _format_findings(rows: "list[FitnessRow]") -> list[str]:
 
 
 def _format_verdict(rows: "list[FitnessRow]", is_fit: bool) -> str:
-    """Return the last line of `check`: `fit to measure` or `not fit to measure`, with the number of
-    findings that are not ok.
+    """Return the last line of `check`: `fit to measure` or `not fit to measure`, with the numbers
+    of findings that are bad, warn and unknown in parentheses, such as `(1 bad, 2 warn)`; none if
+    all are ok.
     """
     counts = {
         level: sum(row.level == level for row in rows) for level in ("bad", "warn", "unknown")
@@ -151,9 +152,9 @@ def spec(
 def _count_from_first_row(
     show: "Callable[[PhaseProgress], None]",
 ) -> "Callable[[PhaseProgress], None]":
-    """Return a progress callback that calls `show` with the time since the first row of the
-    measurement began instead of that of the current row, so that the time left is estimated for all
-    rows.
+    """Return a progress callback for `spec` that passes each progress on to `show`, with
+    `elapsed_s` counted from when the first row (one benchmark) began instead of from the current
+    row, so that the time left is estimated for all rows.
     """
     from dataclasses import replace
 
@@ -162,8 +163,8 @@ def _count_from_first_row(
     begin_s: list[float] = []
 
     def watch(progress: "PhaseProgress") -> None:
-        """Call `show`; from the first progress with a total on, `elapsed_s` counts from that
-        moment.
+        """Call `show` with this progress; from the first one with a total on, its `elapsed_s`
+        counts from that moment.
         """
         if progress.total > 0 and not begin_s:
             begin_s.append(now())
@@ -173,15 +174,17 @@ def _count_from_first_row(
 
 
 def _print_group_lines(silent: bool) -> "Callable[[PhaseProgress], None]":
-    """Return a progress callback for output that is no terminal: it prints a line on stderr when a
-    new group of rows begins, and nothing if `silent`.
+    """Return a progress callback of `spec` for output that is no terminal: it prints a line on
+    stderr when a new group of rows (such as matmul) begins, and nothing if `silent`.
     """
     from steelyard.run.session import STARTING
 
     printed = [STARTING]
 
     def watch(progress: "PhaseProgress") -> None:
-        """Print a line if this progress is the first of its group: the first word of its phase."""
+        """Print a line on stderr if this progress is the first of its group, which is the first
+        word of its phase: the group, and how many rows of all are done.
+        """
         group = progress.phase.partition(" ")[0]
         if not silent and group not in printed:
             printed.append(group)

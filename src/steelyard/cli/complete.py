@@ -24,7 +24,9 @@ def _make_completer(*names: str, reference: str | None = None) -> Callable[[str]
     """
 
     def complete(incomplete: str) -> list[str]:
-        """Return the names that begin with the text typed; those at the reference come first."""
+        """Return the names that begin with the text typed so far; those at the reference come
+        first. Imports the module of the reference.
+        """
         loaded: Any = () if reference is None else plugins.load_reference(reference)
         loaded = get_args(loaded) or (loaded() if callable(loaded) else loaded)
         candidates = [*(getattr(item, "name", item) for item in loaded), *names]
@@ -49,7 +51,9 @@ langs = _make_completer("en", "zh")
 
 
 def precisions(incomplete: str) -> list[str]:
-    """Return the precision names of all kinds of work that begin with what has been typed."""
+    """Return the precision names of all kinds of work that begin with what has been typed, each
+    once.
+    """
     from steelyard.case.precision import load_presets
 
     names = dict.fromkeys(name for rows in load_presets().values() for name in rows)

@@ -24,8 +24,9 @@ LINE_INTERVAL_S = 30.0  # seconds between two lines without a terminal
 
 
 class ProgressDisplay:
-    """A context manager that prints a title on stderr and below it the latest progress; nothing if
-    the console is quiet.
+    """A context manager that prints a title on stderr and below it the latest progress that `show`
+    got: one changing line on a terminal, elsewhere a line every 30 seconds; nothing if the console
+    is quiet.
 
     Without a terminal, the title is printed only if `alone` is False (several runs follow one
     another). `clock` returns seconds.
@@ -46,7 +47,9 @@ class ProgressDisplay:
         )
 
     def __enter__(self) -> Self:
-        """Print the title and start the live line, if there is a terminal."""
+        """Print the title of this display on stderr, if it is shown, and on a terminal start the
+        live line. Time counts from here.
+        """
         if self._shows_title:
             print_stderr(self._title)
         self._begin_s = self._printed_s = self._now()
@@ -65,8 +68,8 @@ class ProgressDisplay:
             self._live.stop()
 
     def show(self, progress: PhaseProgress) -> None:
-        """Store the latest progress for the live line; without a terminal print it as a line, at
-        most every 30 seconds.
+        """Take the latest progress of the run: on a terminal for the live line, which another
+        thread draws; elsewhere print it on stderr, if the last line is at least 30 seconds old.
         """
         self._latest = progress
         if (
@@ -78,8 +81,8 @@ class ProgressDisplay:
             print_stderr(f"  {format_progress(progress, bar=False)}")
 
     def _render(self) -> Text:
-        """Return the live line, cut to the width of the console; before any progress it says that
-        the run is starting.
+        """Return the live line of this display, cut to the width of the console; before any
+        progress it says that the run is starting, with the time since.
         """
         latest = self._latest or PhaseProgress(STARTING, 0, 0, self._now() - self._begin_s)
         return Text(format_progress(latest, self._console.width), no_wrap=True, overflow="ellipsis")
@@ -87,10 +90,8 @@ class ProgressDisplay:
 
 @contextmanager
 def show_bytes_progress(title: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show a title and the progress of bytes, in MiB, on stderr inside the `with` block; nothing if
-    `quiet`.
-
-    Yields the callback to call with bytes done and bytes in total.
+    """Return a context manager that shows a title and the progress of bytes, in MiB, on stderr;
+    nothing if `quiet`. It yields the callback to call with bytes done and bytes in total.
     """
     with ProgressDisplay(rich_console.Console(stderr=True, quiet=quiet), title) as display:
         begin_s = clocks.now()

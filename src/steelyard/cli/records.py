@@ -20,8 +20,9 @@ MAX_NAMED = 3  # spec records that a message names at most
 
 
 def find_record_paths(paths_given: list[Path]) -> list[Path]:
-    """Return the paths of records: files as they were given, existing or not, and every .json file
-    in folders and below them.
+    """Return the paths of records that a command line names: files as they were given, existing or
+    not, and every .json file in folders and below them (not in `checkpoints`), sorted within each
+    folder. Nothing is opened.
 
     Raise RequestError if there is none.
     """
@@ -48,8 +49,8 @@ def _find_below(folder: Path) -> list[Path]:
 
 
 def split_spec_records(record_paths: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Split paths into those of spec records and all others, which are taken for records of runs.
-    The first bytes of each file are read.
+    """Return two lists of paths, in order: those of spec records, and all others, which are taken
+    for records of runs, unreadable files too. The first bytes of each file are read.
     """
     specs_and_runs: tuple[list[Path], list[Path]] = ([], [])
     for path in record_paths:
@@ -58,8 +59,8 @@ def split_spec_records(record_paths: list[Path]) -> tuple[list[Path], list[Path]
 
 
 def drop_spec_records(record_paths: list[Path]) -> list[Path]:
-    """Return the paths that are not spec records, and print a line on stderr that names spec
-    records that are left out. Raise RequestError if nothing else is there.
+    """Return the paths that are not spec records. If some are, print one line on stderr that names
+    up to three of them and how to show them. Raise RequestError if nothing else is there.
     """
     spec_paths, run_paths = split_spec_records(record_paths)
     if not spec_paths:
@@ -97,8 +98,8 @@ def read_run_records(paths_given: list[Path]) -> list[Record]:
 
 @dataclass(frozen=True)
 class RecordVerification:
-    """The result of verifying one record: what is wrong (empty: it verifies), remarks that are no
-    errors, and its signature (None if the file is no record).
+    """The result of verifying one record: its path, what is wrong as sentences (empty: it
+    verifies), remarks that are no errors, and its signature (None if the file is no record).
     """
 
     path: Path
@@ -108,11 +109,12 @@ class RecordVerification:
 
 
 def verify_record(path: Path, signers: Path | None, alone: bool) -> RecordVerification:
-    """Verify a record of a run or a spec record, and its signature. With `signers`, an
-    allowed_signers file of SSH, a record that none of them signed is wrong.
+    """Verify a record of a run or a spec record, and its signature, and return the result. A
+    signature that does not fit makes it wrong; with `signers`, an allowed_signers file of SSH, so
+    does one that is missing or of nobody there.
 
     A file that is no record gives a result with the error in `wrong`, or raises RequestError if
-    `alone`, that is if it is the only one.
+    `alone`, that is if it is the only one. RequestError too if `signers` cannot be used.
     """
     try:
         is_spec = record_file.read_record_kind(path) == "spec"

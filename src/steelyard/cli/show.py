@@ -92,9 +92,9 @@ def list_(as_json: JsonOption = False) -> None:
 
 
 def _describe_engine(row: dict[str, Any], case_count: int) -> str:
-    """Describe in one line what an engine runs: cases, divisions, precisions, parallel degrees, and
-    what is missing to run it. `row` is one of `_engine_to_json`, `case_count` the number of all
-    cases.
+    """Return one line on what an engine runs: cases, divisions, precisions, parallel degrees, and
+    what is missing to run it. `row` is the dict that `_engine_to_json` returns, `case_count` the
+    number of all cases.
     """
     case_names = (
         "all cases"
@@ -117,8 +117,9 @@ def _describe_engine(row: dict[str, Any], case_count: int) -> str:
 
 
 def _list_precisions(row: dict[str, Any]) -> list[str]:
-    """Return the values of --precision that an engine takes: the precisions of its matmuls if it
-    scores, and those that it trains in.
+    """Return the values of --precision that an engine takes, each once: the precisions of its
+    matmuls if it scores, and those that it trains in. `row` is the dict that `_engine_to_json`
+    returns.
     """
     scores = not all(_is_training(work) for work in row["works"])
     return list(dict.fromkeys([*(row["precisions"] if scores else []), *row["trains_in"]]))
@@ -132,8 +133,9 @@ def _is_training(work: str) -> bool:
 
 
 def _engine_to_json(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
-    """Return what an engine can do, as JSON data: the names of the cases that it accepts, works,
-    families, divisions, precisions, degrees, and a package that is missing, or None.
+    """Return what an engine can do, as JSON data: the names of those `cases` that it accepts,
+    works, families, divisions, precisions, degrees, a package that is missing, or None, and the
+    program of which it needs a checkout, or None.
     """
     accepted = [case.name for case in cases if row.refusal(case) is None]
     return {
@@ -235,8 +237,8 @@ def show(
 
 
 def _explain_auto_tunes(resolved: "ResolvedCase", device: "DetectedDevice") -> dict[str, str]:
-    """Return for each tune that is `auto` a new origin text, by dotted key, with the value that a
-    run with engine torch on one such device would choose.
+    """Return for each tune that is `auto` a new origin text, by dotted key (`tune.NAME`), with the
+    value that a run with engine torch on one such device would choose. Nothing is measured.
     """
     from steelyard.case.case import AUTO
     from steelyard.engine.engine_rows import TORCH
@@ -258,8 +260,8 @@ def _explain_auto_tunes(resolved: "ResolvedCase", device: "DetectedDevice") -> d
 
 
 def _format_published_row(row: dict[str, Any]) -> str:
-    """Format a published row: precision (and the one that ran, if another), configuration and
-    source.
+    """Return a published row (a dict) as text: precision (and the one that ran, if another),
+    hardware configuration and source.
     """
     ran = f" (ran as {row['ran_as']})" if row["ran_as"] != row["published_as"] else ""
     return f"{row['published_as']}{ran}, {row['config']}; {row['source']}"
@@ -272,8 +274,9 @@ def _show_smoke(
     settings: list[str] | None,
     as_json: bool,
 ) -> None:
-    """Print the runs that `run smoke` makes with engine torch on this machine, as a table or as
-    JSON.
+    """Print on stdout the runs that `run smoke` would make with engine torch on this machine, as a
+    table of case, division, precision and devices, or as JSON; nothing is run. Raise RequestError
+    for options that no such run has.
     """
     from steelyard.case.request import DEFAULT_ENGINE
     from steelyard.cli.requests import resolve_cases_at

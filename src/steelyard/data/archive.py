@@ -26,7 +26,8 @@ OPENERS_BY_MAGIC: dict[bytes, Any] = {
 
 
 class BoundedTarStream:
-    """The unpacked byte stream that `tarfile` reads from; it raises RequestError beyond its limits.
+    """The unpacked byte stream that `tarfile` reads from, with `read`, `seek` and `tell`; it raises
+    RequestError beyond its limits.
 
     `most_bytes` limits the position in the unpacked stream. `size_hint` is appended to the error
     and says how large such a file normally is.
@@ -40,8 +41,9 @@ class BoundedTarStream:
         self.size_hint = size_hint
 
     def read(self, size: int = -1) -> bytes:
-        """Read `size` bytes from the unpacked stream. Raises RequestError if `size` is negative or
-        more than `MAX_READ_BYTES`, or if the stream's limit is exceeded.
+        """Return the next `size` bytes of the unpacked tar, fewer at its end. Raises RequestError
+        if `size` is negative (read all) or above `MAX_READ_BYTES`, or if the read goes beyond
+        `most_bytes`; for a read of up to 1 MiB only the position before it counts.
         """
         if not 0 <= size <= MAX_READ_BYTES:
             raise RequestError(
@@ -51,8 +53,8 @@ class BoundedTarStream:
         return self.file.read(size)
 
     def seek(self, position: int, whence: int = 0) -> int:
-        """Move to a position in the unpacked stream and return it. Raises RequestError if
-        `position` is beyond the stream's limit.
+        """Move to a position in the unpacked tar and return the new position. Raises RequestError
+        if `position` is above `most_bytes`.
         """
         self._check_position(position)
         return self.file.seek(position, whence)
@@ -62,7 +64,7 @@ class BoundedTarStream:
         return self.file.tell()
 
     def _check_position(self, position: int) -> None:
-        """Raise RequestError if a position is beyond `most_bytes`."""
+        """Raise RequestError if a position in the unpacked tar is beyond `most_bytes`."""
         if position > self.most_bytes:
             raise RequestError(
                 f"{self.source}: larger than {self.most_bytes} bytes unpacked{self.size_hint}"
@@ -73,12 +75,12 @@ class BoundedTarStream:
 def open_tar(
     source: Path, most_bytes: int, size_hint: str = ""
 ) -> Iterator[tuple[tarfile.TarFile, BoundedTarStream]]:
-    """Open a tar, plain or compressed with gzip, bzip2 or xz, and yield it with the bounded stream
-    below it; both are closed afterwards.
+    """As a context manager, open a tar, plain or compressed with gzip, bzip2 or xz (by its first
+    bytes), and yield (tar, the bounded stream below it); both are closed afterwards.
 
     Raises RequestError if the file itself is larger than `most_bytes`, and on any later read beyond
     that many unpacked bytes. `size_hint` ends these messages (such as "; MMLU's tar has 166 MB").
-    Errors of `tarfile` and of the decompressors are not caught.
+    OSError and the errors of `tarfile` and the decompressors pass through.
     """
     if source.stat().st_size > most_bytes:
         raise RequestError(f"{source}: larger than {most_bytes} bytes{size_hint}")

@@ -2,9 +2,9 @@
 and attention pairs.
 
 An engine only reports which rows it computed. A counter's `count` gives the counts of these rows,
-its `count_expected` those that a complete pass or step must reach, so that `metrics/plausibility.py`
-can compare the two. A kind of work (tasks/kind.py) names the function that makes its counter from
-inputs, division and the model's attention window.
+its `count_expected` those that a complete pass or step must reach, so that
+`metrics/plausibility.py` can compare the two. A kind of work (tasks/kind.py) names the function
+that makes its counter from inputs, division and the model's attention window.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,8 +23,11 @@ Counts = dict[str, int]
 
 
 class StepCounter(Protocol):
-    """What counts the work of a kind of work. Each returned table holds the keys of `COUNT_NAMES`
-    and `padded`.
+    """What counts the work of a task's data, implemented by `TextCounter`, `TrainingRowCounter` and
+    `ClozeCounter`: `count` for rows that were computed, `count_expected` for a whole step or pass.
+
+    Counts are a dict with the keys of `COUNT_NAMES` (tokens, samples, logits, visible query-key
+    `pairs`, and `square`, the pairs without a mask) and `padded`.
     """
 
     def count(
@@ -38,8 +41,9 @@ class StepCounter(Protocol):
         """
 
     def count_expected(self, steps: range | None) -> list[Counts]:
-        """Return the counts that each of these steps must have. With None, return one table: the
-        counts of a whole pass that is not made of global batches.
+        """Return one table of counts for each of these steps: what its global batch must have. With
+        None, return a list of one table: the counts of a whole pass that is not made of global
+        batches.
         """
 
 
@@ -47,8 +51,8 @@ class TextCounter:
     """Counts texts that are scored: in division closed all tokens of each, in open only those
     behind the prefix that its group shares.
 
-    `logits` gives the number of logits that a text of some length needs; `window` is the model's
-    sliding attention window in tokens, if any.
+    `count_logits` gives the number of logits that a text of some length needs; `window` is the
+    model's sliding attention window in tokens, None: full attention.
     """
 
     def __init__(
@@ -79,7 +83,8 @@ class TextCounter:
         self, keys: Sequence[RowKey], prefix_groups: Sequence[int] = (), held_out: bool = False
     ) -> Counts:
         """Return the summed counts of the texts with these indices, and of the shared prefixes of
-        `prefix_groups`. `held_out` is ignored.
+        the groups numbered in `prefix_groups`, each as one more row but no sample. Queries attend
+        to the shared prefix too. `padded` is 0; `held_out` is ignored.
         """
         lens = [len(self.texts.rows[i]) for i in keys]
         common = [self.prefix_lens[group] for group in prefix_groups]
@@ -91,15 +96,17 @@ class TextCounter:
         return totals | {"logits": sum(map(self.count_logits, lens))}
 
     def count_expected(self, steps: range | None) -> list[Counts]:
-        """Return one table: the counts of all texts as if nothing were shared, which in division
-        open is an upper bound. `steps` is ignored.
+        """Return a list of one table: the counts of all texts to score as if nothing were shared,
+        which in division open is an upper bound. `steps` is ignored.
         """
         unshared = TextCounter(self.texts, "closed", self.count_logits, self.window)
         return [unshared.count(range(len(self.texts.rows)))]
 
 
 class TrainingRowCounter:
-    """Counts rows of tokens to train on. `division` has no effect."""
+    """Counts rows of tokens to train on, each segment with causal attention of its own. `division`
+    has no effect.
+    """
 
     def __init__(self, rows: TrainingRows, division: Division, window: int | None = None) -> None:
         """Keep the rows and the model's attention window (None: full attention); `division` is
@@ -110,21 +117,21 @@ class TrainingRowCounter:
     def count(
         self, keys: Sequence[RowKey], prefix_groups: Sequence[int] = (), held_out: bool = False
     ) -> Counts:
-        """Return the summed counts of the rows with these keys, without padding. The other
-        arguments are ignored.
+        """Return the summed counts of the training rows with these keys, without padding
+        (`count_row`). The other arguments are ignored.
         """
         return _add_counts(count_row(self.rows.row(row_key), self.window) for row_key in keys)
 
     def count_expected(self, steps: range | None) -> list[Counts]:
-        """Return the counts of each step's global batch, or with None one table for all held-out
-        rows.
+        """Return one table for each step's global batch of training rows, or with None a list of
+        one table for all held-out rows.
         """
         return [self.count(keys) for keys in _draw_keys(self.rows, steps)]
 
 
 class ClozeCounter:
-    """Counts cloze samples: contexts with candidate spans. The division is that of the data set;
-    `division` and `window` have no effect.
+    """Counts cloze samples: contexts with candidate spans, nothing padded. The division is that of
+    the data set; `division` and `window` have no effect.
     """
 
     def __init__(self, rows: ClozeDataset, division: Division, window: int | None = None) -> None:
@@ -134,14 +141,15 @@ class ClozeCounter:
     def count(
         self, keys: Sequence[RowKey], prefix_groups: Sequence[int] = (), held_out: bool = False
     ) -> Counts:
-        """Return the summed counts of the samples with these indices, of the evaluation set if
-        `held_out`; zeros if there are none.
+        """Return the summed counts of the cloze samples with these indices, of the evaluation set
+        if `held_out`; zeros if there are none. `prefix_groups` is ignored.
         """
         return _add_counts([self.rows.pack(list(keys), held_out=held_out).counts] if keys else [])
 
     def count_expected(self, steps: range | None) -> list[Counts]:
-        """Return the counts of each step's global batch, or with None one table for the whole
-        evaluation set.
+        """Return one table of counts for each step's global batch of cloze samples, or with None a
+        list of one table for the whole evaluation set. Samples are counted one by one and added up;
+        `padded` is 0.
         """
         held_out = steps is None
         return [
@@ -151,13 +159,16 @@ class ClozeCounter:
 
 
 def _draw_keys(rows: TrainingRows | ClozeDataset, steps: range | None) -> list[Sequence[RowKey]]:
-    """Return the keys of each step's global batch, or with None one list with the held-out rows."""
+    """Return one list of row keys for each step's global batch, or with None a list of one: the
+    keys of all held-out rows.
+    """
     return [rows.held_out()] if steps is None else [rows.batch(step) for step in steps]
 
 
 def count_row(row: TrainingRow, window: int | None = None) -> Counts:
-    """Return the counts of one training row. Its last segment is left out if it is padding;
-    `logits` counts targets that are learned.
+    """Return the counts of one training row: `tokens` without the padding, `logits` (targets that
+    are learned), and `pairs` and `square` summed over its segments, each attending causally to
+    itself within `window`. `padded` is 0.
     """
     real = row.lens if row.real == len(row.tokens) else row.lens[:-1]
     return {
@@ -171,7 +182,9 @@ def count_row(row: TrainingRow, window: int | None = None) -> Counts:
 
 
 def _add_counts(tables: Iterable[Counts]) -> Counts:
-    """Add up tables of counts key by key. `padded` is 0 in the result whatever the tables say."""
+    """Add up tables of counts key by key and return a new one with `COUNT_NAMES` and `padded`,
+    which is 0 whatever the tables say. No tables give zeros.
+    """
     total = dict.fromkeys((*COUNT_NAMES, "padded"), 0)
     for counts_table in tables:
         for key in COUNT_NAMES:
@@ -182,12 +195,14 @@ def _add_counts(tables: Iterable[Counts]) -> Counts:
 def make_choice_counter(
     texts: TokenizedTexts, division: Division, window: int | None
 ) -> TextCounter:
-    """Return the counter for multiple-choice prompts, which need the logits of one token each."""
+    """Return the counter for multiple-choice prompts, which need the logits of one token each.
+    `window` is the model's attention window, None: full attention.
+    """
     return TextCounter(texts, division, lambda length: 1, window)
 
 
 def make_text_counter(texts: TokenizedTexts, division: Division, window: int | None) -> TextCounter:
     """Return the counter for texts whose every token has a loss, which need logits for all tokens
-    but the last.
+    but the last. `window` is the model's attention window, None: full attention.
     """
     return TextCounter(texts, division, lambda length: length - 1, window)

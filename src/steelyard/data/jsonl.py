@@ -19,7 +19,9 @@ from steelyard.errors import RequestError
 
 @dataclass(frozen=True)
 class JsonLine:
-    """One line of a file, parsed as JSON."""
+    """One line of a JSON-lines file: its number, its bytes, its parsed value, and its location for
+    messages.
+    """
 
     number: int  # counted from 1
     raw: bytes  # without the line feed
@@ -37,9 +39,10 @@ def read_json_lines(
 ) -> Iterator[JsonLine]:
     """Yield the lines of a file, gzipped or not, parsed one at a time.
 
-    Raises RequestError if the file cannot be read, is larger than `most_bytes` unpacked, or a line
-    is too long or not JSON. `watch` is called before each line with the byte offset reached in the
-    file as it is on disk.
+    Raises RequestError, when the iteration gets there, if the file cannot be read, is larger than
+    `most_bytes` unpacked (None: any size), or a line is longer than `most_line_bytes`, empty or not
+    JSON. `watch` is called before each line with the number of bytes read so far of the file as it
+    is on disk.
     """
     with refuse_unreadable(path, size_hint):
         yield from parse_json_lines(
@@ -52,7 +55,8 @@ def read_json_lines(
 
 def split_lines(content: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield the number (from 1) and the bytes of each line, without its line feed and without
-    copying the whole content.
+    copying the whole content. Empty lines are yielded too; a line feed at the end begins no further
+    line.
     """
     number = start = 0
     while start < len(content):
@@ -69,8 +73,9 @@ def parse_json_lines(
     line_format: str,
     most_line_bytes: int | None = None,
 ) -> Iterator[JsonLine]:
-    """Parse numbered lines as JSON, one at a time. Raises RequestError with path and line number if
-    a line is longer than `most_line_bytes` or is not JSON in UTF-8.
+    """Parse numbered lines as JSON and yield them one at a time. Raises RequestError with path and
+    line number if a line is longer than `most_line_bytes` (None: no limit), empty, not JSON in
+    UTF-8, or has an object with a repeated key, NaN or infinity. `path` is only for messages.
     """
     for number, raw in lines:
         location = f"{path}: line {number}"
@@ -103,8 +108,8 @@ def require_text(value: Any, label: str, line_format: str) -> str:
 
 @contextlib.contextmanager
 def refuse_unreadable(path: Path, size_hint: str = "") -> Iterator[None]:
-    """Turn errors of reading a file inside the `with` block into RequestError: OSError, and
-    TooLargeError with `size_hint` behind it.
+    """As a context manager, turn errors of reading a file inside the `with` block into RequestError
+    with its path: OSError, and `files.TooLargeError` with `size_hint` behind it.
     """
     try:
         yield

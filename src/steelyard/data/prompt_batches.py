@@ -4,7 +4,7 @@ without padding.
 In division closed each prompt is one row. In division open the tokens that the prompts of a group
 begin with are computed once, as a row of their own, and the remaining tokens of each prompt are a
 row that attends to them. `scoring/batches.py` plans the batches of a pass with these functions;
-`sorted_batches` is for engines that pad.
+`make_sorted_batches` is for engines that pad.
 """
 
 import heapq
@@ -21,10 +21,10 @@ Ids = NDArray[np.int64]
 class PromptBatch:
     """The rows of one scoring batch, laid end to end without padding.
 
-    `tokens` and `positions` hold one entry per token, `q_lens` and `k_lens` the query and key
-    lengths of each row (`k_lens` None: equal to `q_lens`). `gather` lists, row after row, where
-    each key lies in the concatenation of the cached prefix and this batch; None in division closed.
-    `counts` is what `count_batch` returns.
+    `tokens` and `positions` (in the prompt) hold one entry per token, `q_lens` and `k_lens` the
+    query and key lengths of each row (`k_lens` None: equal to `q_lens`). `gather` lists, row after
+    row, where each key lies in the concatenation of the cached prefix and this batch; None in
+    division closed. `counts` is what `count_batch` returns.
     """
 
     tokens: Ids
@@ -42,7 +42,7 @@ class PromptBatch:
 @dataclass(frozen=True)
 class PromptPiece:
     """A row of a batch in division open: the prefix that a group shares, or the remainder of one
-    prompt behind it.
+    prompt behind it; `length` is its number of tokens.
     """
 
     group: int
@@ -53,12 +53,13 @@ class PromptPiece:
 def deal_equal_bins(
     lengths: list[int], budget_tokens: int, seed: int, multiple: int = 1
 ) -> list[list[int]]:
-    """Divide prompts into bins of nearly equal token count, and return the prompt indices of each
-    bin.
+    """Divide prompts, given by their lengths in tokens, into bins of nearly equal token count, and
+    return the prompt indices of each bin.
 
     There are as few bins as hold about `budget_tokens` each, rounded up to a multiple of
-    `multiple`, but never more bins than prompts. Prompts are dealt longest first into the emptiest
-    bin; then prompts and bins are shuffled with `seed`, so that any leading bins are a fair sample.
+    `multiple`, but never more bins than prompts (no prompts: one empty bin). Prompts are dealt
+    longest first into the emptiest bin; then prompts and bins are shuffled with `seed`, so that any
+    leading bins are a fair sample.
     """
     count = max(1, -(-sum(lengths) // budget_tokens))
     count = min(-(-count // multiple) * multiple, max(1, len(lengths)))
@@ -80,7 +81,8 @@ def deal_equal_bins(
 
 def make_closed_batch(rows: list[list[int]], items: list[int]) -> PromptBatch:
     """Return the batch of division closed in which each of the prompts `items` (indices into
-    `rows`) is a row of its own. Logits are picked at the last token of each.
+    `rows`, the token ids of all prompts) is a row of its own. Logits are picked at the last token
+    of each. Its counts assume full causal attention. Raises ValueError if `items` is empty.
     """
     lens = [len(rows[i]) for i in items]
     sizes = np.array(lens, dtype=np.int64)
@@ -100,12 +102,13 @@ def make_closed_batch(rows: list[list[int]], items: list[int]) -> PromptBatch:
 def count_batch(
     q_lens: list[int], k_lens: list[int], samples: int, padded: int = 0, window: int | None = None
 ) -> dict[str, int]:
-    """Return the counts of a batch from which its FLOPs are computed: `tokens`, `samples`,
-    `padded`, `logits` (one per sample), `pairs` and `square`.
+    """Return the counts of a batch from which its FLOPs are computed: `tokens` (queries),
+    `samples`, `padded`, `logits` (one per sample), `pairs` and `square`; `samples` and `padded` are
+    those given.
 
     `pairs` are query-key pairs under the causal mask (and the sliding window of `window` tokens, if
     any), `square` those without a mask. A row has `q_lens[i]` queries, which are the last of its
-    `k_lens[i]` keys.
+    `k_lens[i]` keys. Raises ValueError if the two lists differ in length.
     """
     return {
         "tokens": sum(q_lens),
@@ -129,8 +132,8 @@ def count_causal_pairs(length: int, window: int | None) -> int:
 
 
 def count_common_prefix(rows: list[list[int]]) -> int:
-    """Return the number of tokens with which all of these rows begin. Raises ValueError if there
-    are no rows.
+    """Return the number of tokens with which all of these rows begin; of one row, its length.
+    Raises ValueError if there are no rows.
     """
     low, high = min(rows), max(rows)  # of all pairs, these differ first
     pairs = enumerate(zip(low, high, strict=False))
@@ -138,10 +141,10 @@ def count_common_prefix(rows: list[list[int]]) -> int:
 
 
 def measure_prefixes(rows: list[list[int]], groups: list[int]) -> list[int]:
-    """Return, for each group number, how many leading tokens its prompts share.
+    """Return a list with, for each group number, how many leading tokens all its prompts share.
 
-    `groups` has the group number of each row. At least one token of every prompt stays outside the
-    prefix; a group of one prompt has 0.
+    `rows` are the token ids of the prompts, `groups` the group number of each. At least one token
+    of every prompt stays outside the prefix; a group of one prompt, or none, has 0.
     """
     members: list[list[int]] = [[] for _ in range(max(groups, default=-1) + 1)]
     for item, group in enumerate(groups):
@@ -160,10 +163,11 @@ def plan_open_bins(
     """Plan the batches of division open: return, for each replica, its bins of about
     `budget_tokens` tokens as lists of pieces.
 
-    Groups come in an order shuffled with `seed` and stay together. A group that does not fit
-    continues in the next bin of the replica without computing its prefix again; a group that is cut
-    between two replicas computes its prefix on both. A replica that gets no prompts has an empty
-    list.
+    `rows` are the prompts' token ids, `groups` the group of each. Groups come in an order shuffled
+    with `seed`, and each replica gets a consecutive part of nearly equal token count. A group that
+    does not fit continues in the replica's next bin without computing its prefix again; one that is
+    cut between two replicas computes its prefix on both. A replica that gets no prompts has an
+    empty list.
     """
     prefix_lens = measure_prefixes(rows, groups)
     rng = random.Random(f"bins:{seed}")
@@ -196,11 +200,12 @@ def plan_open_bins(
 def _fill_bins(
     prompts: list[tuple[int, int, int]], prefix_lens: list[int], budget_tokens: int
 ) -> list[list[PromptPiece]]:
-    """Return one replica's bins from its line of prompts, each (group, prompt, tokens behind the
-    prefix).
+    """Return one replica's bins from its prompts in order, each (group, prompt, tokens behind the
+    prefix); `prefix_lens` has the prefix length of each group.
 
-    A group's prefix is a piece before its first prompt only. Returns an empty list if the line is
-    empty.
+    The number of bins is that of tokens divided by `budget_tokens`, rounded, at least one; all are
+    of nearly equal size, and a bin may exceed it by its last pieces. A group's prefix, if any, is a
+    piece before its first prompt only. Empty if there are no prompts.
     """
     tokens = sum(length for _, _, length in prompts) + sum(
         prefix_lens[group] for group in {group for group, _, _ in prompts}
@@ -228,12 +233,14 @@ def make_open_batch(
     prefix_lens: list[int],
     cache_rows: int,
 ) -> PromptBatch:
-    """Return one bin of division open as a batch.
+    """Return one bin of division open as a batch. Logits are picked at the last token of each
+    prompt.
 
+    `rows` are the token ids of all prompts, `prefix_lens` the prefix length of each group.
     `next_pieces` is the replica's next bin, or None: if it continues a group whose prefix is
-    computed here, `keep` names that prefix. `prefix_lens` holds the prefix length of each group.
-    `cache_rows` is the number of key/value rows reserved for the prefix carried over from the bin
-    before; they precede this batch's own in `gather`.
+    computed here, `keep` names that prefix. `cache_rows` is the number of key/value rows reserved
+    for the prefix carried over from an earlier bin; they precede this batch's own in `gather`, and
+    prompts whose prefix is not in this bin attend to the first of them.
     """
     starts = np.cumsum([0] + [piece.length for piece in pieces])
     prefix_starts = {
@@ -284,8 +291,9 @@ def _list_prompts(pieces: list[PromptPiece]) -> list[tuple[int, int]]:
 def _find_kept_prefix(
     pieces: list[PromptPiece], next_pieces: list[PromptPiece] | None, starts: Ids
 ) -> tuple[int, int] | None:
-    """Return the half-open token range of the prefix that the next bin continues to use, or None if
-    that bin begins with a prefix of its own, or the prefix is not in this batch.
+    """Return the half-open token range, in this batch, of the prefix that the next bin continues to
+    use; None if there is no next bin, it begins with a prefix of its own, or the prefix is not in
+    this batch. `starts` has where each piece begins, and the end.
     """
     if not next_pieces or next_pieces[0].item is None:
         return None
@@ -298,12 +306,13 @@ def _find_kept_prefix(
 def make_sorted_batches(
     lengths: list[int], budget_tokens: int, pad_to: int, seed: int
 ) -> list[list[int]]:
-    """Divide prompts into batches of similar length for padding, and return the prompt indices of
-    each batch in an order shuffled with `seed`.
+    """Divide prompts, given by their lengths in tokens, into batches of similar length for padding;
+    return the prompt indices of each batch, longest first, the batches in an order shuffled with
+    `seed`.
 
-    A batch has at most `budget_tokens` tokens including padding to a multiple of `pad_to`.
-    Exceptions: a prompt longer than that is a batch of its own, and a last batch of one prompt
-    joins the batch before if that has several.
+    All prompts of a batch count as long as its longest, rounded up to a multiple of `pad_to`, and
+    together at most `budget_tokens`. Exceptions: a prompt longer than that is a batch of its own,
+    and a last batch of one prompt joins the batch before if that has several.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     batches: list[list[int]] = []

@@ -35,8 +35,8 @@ _ID_REGEX = re.compile(ID_PATTERN)
 
 @dataclass(frozen=True, order=True)
 class IdRange:
-    """A range of positions, both ends included, in the whole set (`group` is empty) or in one
-    group.
+    """A range of positions, counted from 0 and both ends included, in the whole set (`group` is
+    empty) or in one group. Ranges sort by group, then by position.
     """
 
     group: str
@@ -54,11 +54,12 @@ class IdRange:
 
 
 def read_ids(path: Path) -> tuple[str, ...]:
-    """Read ids and ranges from a file, one per line, and return them sorted, with adjacent ones
-    merged, in canonical spelling.
+    """Read ids and ranges from a file, one per line, and return them sorted by group and position,
+    with adjacent ones merged, in canonical spelling (`str(IdRange)`).
 
     Empty lines and lines that begin with # are skipped. Raises RequestError if the file is
-    unreadable or too large, holds no ids, a line that is no id, or names an item twice.
+    unreadable or above a limit (bytes, lines, items named), holds no ids, a line that is no id, or
+    names an item twice with the same group. Whether the items exist is not checked.
     """
     numbered_ranges: list[tuple[IdRange, int]] = []
     with jsonl.refuse_unreadable(path, ", the limit for a file of ids"):
@@ -89,8 +90,9 @@ def read_ids(path: Path) -> tuple[str, ...]:
 
 
 def _decode_line(raw: bytes, location: str) -> str:
-    """Decode a line and strip white space and a byte-order mark. Raises RequestError if it is too
-    long or not UTF-8.
+    """Return a line of a file of ids as text, without white space around it and a byte-order mark.
+    Raises RequestError, which begins with `location`, if it has more than `MAX_LINE_BYTES` or is
+    not UTF-8.
     """
     if len(raw) > MAX_LINE_BYTES:
         raise RequestError(f"{location} has more than {MAX_LINE_BYTES} bytes; {_LINE_FORMAT}")
@@ -101,8 +103,8 @@ def _decode_line(raw: bytes, location: str) -> str:
 
 
 def _parse_range(text: str, location: str) -> IdRange:
-    """Parse `12`, `12-20` or `group/12-20`. Raises RequestError, which begins with `location`, if
-    it is none of these or the range ends before it begins.
+    """Parse `12`, `12-20`, `group/12` or `group/12-20`. Raises RequestError, which begins with
+    `location`, if it is none of these or the range ends before it begins.
     """
     match = _ID_REGEX.match(text)
     if match is None:
@@ -115,7 +117,9 @@ def _parse_range(text: str, location: str) -> IdRange:
 
 
 def _merge_adjacent(ranges: list[IdRange]) -> list[IdRange]:
-    """Merge adjacent ranges of one group; the input is sorted."""
+    """Return the ranges with those joined that follow each other without a gap in one group;
+    `ranges` is sorted and has no overlaps.
+    """
     merged: list[IdRange] = []
     for id_range in ranges:
         if merged and merged[-1].group == id_range.group and merged[-1].last + 1 == id_range.first:
@@ -126,7 +130,9 @@ def _merge_adjacent(ranges: list[IdRange]) -> list[IdRange]:
 
 
 def parse_ids(ids: Sequence[str]) -> list[IdRange]:
-    """Parse ids and ranges. Raises RequestError if one is malformed."""
+    """Return the range that each id or range spells, in the same order. Raises RequestError if one
+    is malformed.
+    """
     return [_parse_range(text, "an id") for text in ids]
 
 
@@ -141,18 +147,22 @@ def normalize_id(text: str) -> str:
 
 
 def count_ids(ids: Sequence[str]) -> int:
-    """Return how many items these ids and ranges name."""
+    """Return how many items these ids and ranges name; one named twice counts twice. Raises
+    RequestError if one is malformed.
+    """
     return sum(map(len, parse_ids(ids)))
 
 
 def find_positions(
     ids: Sequence[str], total: int, noun: str, groups: Mapping[str, range] | None = None
 ) -> list[int]:
-    """Return the positions of the named items in a set of `total` items, sorted.
+    """Return the positions of the items named by ids, counted from 0 in a set of `total` items,
+    sorted.
 
     `groups` maps each group to the positions of its items; None if the set has no groups. `noun`
-    names an item in messages. Raises RequestError if an id is beyond the set, its group does not
-    exist, or two ids name the same item.
+    names an item in messages. Raises RequestError, which names `--rows`, if an id is beyond the set
+    or its group, the group does not exist, or two ids name the same item; also if an id is
+    malformed.
     """
     range_by_position: dict[int, IdRange] = {}
     for id_range in parse_ids(ids):
@@ -177,8 +187,8 @@ def find_positions(
 
 
 def _find_group(id_range: IdRange, groups: Mapping[str, range] | None) -> range:
-    """Return the positions of the group that a range names. Raises RequestError if the set has no
-    groups, or not this one.
+    """Return the positions, in the whole set, of the group that a range names. Raises RequestError
+    if the set has no groups (`groups` is None), or not this one.
     """
     if groups is None:
         raise RequestError(
@@ -193,8 +203,9 @@ def _find_group(id_range: IdRange, groups: Mapping[str, range] | None) -> range:
 
 
 def suggest_names(name: str, names: Mapping[str, range]) -> str:
-    """Return the end of an error message for an unknown name: the names that are similar or contain
-    it, at most five; else all known names.
+    """Return the end of an error message for an unknown name: "nearest: " and at most five names
+    that are similar or contain it (ignoring case, a space equal to "_"); if there are none, all
+    known names.
     """
     spelled = name[:200].lower().replace(" ", "_")
     near = get_close_matches(spelled, list(names), MAX_SUGGESTIONS)
@@ -207,8 +218,9 @@ def suggest_names(name: str, names: Mapping[str, range]) -> str:
 
 
 def find_group_positions(names: Sequence[str], groups: Mapping[str, range]) -> list[int]:
-    """Return the positions of all items of the groups named with `--subjects`, sorted. Raises
-    RequestError if there is no such group.
+    """Return the positions, in the whole set, of all items of the groups named with `--subjects`,
+    sorted; `groups` maps each group to its positions. Raises RequestError if there is no such
+    group.
     """
     for name in names:
         if name not in groups:
@@ -219,8 +231,9 @@ def find_group_positions(names: Sequence[str], groups: Mapping[str, range]) -> l
 
 
 def parse_subjects(text: str) -> tuple[str, ...]:
-    """Split `--subjects a,b` into sorted names. Raises RequestError if a name is empty or given
-    twice.
+    """Split the text of `--subjects`, names with commas between, into sorted names without space
+    around them. Raises RequestError if a name is empty or given twice. Whether the subjects exist
+    is not checked.
     """
     subjects = [name.strip() for name in text.split(",")]
     if not all(subjects):

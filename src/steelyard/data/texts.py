@@ -6,7 +6,9 @@ from typing import Protocol
 
 
 class TokenizedTexts(Protocol):
-    """Tokenized texts to score, with groups of texts that share a prefix."""
+    """Tokenized texts to score: `rows`, the token ids of each, and `groups`, which texts share a
+    prefix.
+    """
 
     @property
     def rows(self) -> list[list[int]]:
@@ -18,7 +20,9 @@ class TokenizedTexts(Protocol):
 
 
 class ChoicePrompts(TokenizedTexts, Protocol):
-    """Prompts that are each followed by one of a few one-token answers."""
+    """Tokenized prompts that are each followed by one of a few one-token answers, whose token ids
+    are `letters`.
+    """
 
     @property
     def letters(self) -> list[int]:
@@ -26,7 +30,9 @@ class ChoicePrompts(TokenizedTexts, Protocol):
 
 
 class PassageTexts(TokenizedTexts, Protocol):
-    """Texts whose tokens all have a loss, and whose last words are also scored on their own."""
+    """Tokenized texts whose tokens all have a loss, and whose last words, of `last` tokens each,
+    are also scored on their own.
+    """
 
     @property
     def last(self) -> list[int]:

@@ -41,8 +41,9 @@ ByteWatch = Callable[[int, int], None]  # bytes of the input read so far, and in
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """What was written as a pair of token files: its counts, file names with sizes in bytes, and
-    fingerprint.
+    """What `write_token_files` wrote as a pair of token files: numbers of documents, tokens and
+    skipped texts, (file name, size in bytes) of both files, and the fingerprint (SHA-256) of the
+    corpus.
     """
 
     documents: int
@@ -62,8 +63,10 @@ class CorpusSplit:
 
 @dataclass(frozen=True)
 class CorpusInspection:
-    """What a corpus holds: document and token counts, document lengths in tokens, the highest token
-    id, and its splits `train`, `valid` and `test`.
+    """What a corpus holds, for `data inspect`: numbers of documents and tokens, the integer type of
+    the tokens, shortest, longest and mean document in tokens, the highest token id, the splits
+    `train`, `valid` and `test`, and the fingerprint (SHA-256). `rows` are whole rows of 2048 tokens
+    in the training split. `rows` and `splits` are None if there are too few documents to split.
     """
 
     name: str
@@ -81,7 +84,9 @@ class CorpusInspection:
 
 
 def inspect_corpus(corpus: Corpus) -> CorpusInspection:
-    """Return the counts, lengths, splits and fingerprint of a corpus. Reads all tokens."""
+    """Return the counts, document lengths, splits and fingerprint of a corpus. Reads all tokens.
+    `splits` and `rows` are None if there are fewer than three documents.
+    """
     lens = np.diff(corpus.ends, prepend=0)
     corpus_splits = None
     if len(lens) >= MIN_DOCUMENTS:
@@ -114,14 +119,15 @@ def write_token_files(
     force: bool = False,
     watch: ByteWatch | None = None,
 ) -> TokenFiles:
-    """Tokenize the text in field `key` of every line into the token files PREFIX_ids.npy and
-    PREFIX_idx.npz, one document per line.
+    """Tokenize the text in field `key` of every line of the JSON-lines files `inputs` into the
+    token files PREFIX_ids.npy and PREFIX_idx.npz, one document per line; return what was written.
 
     A document is whatever the tokenizer begins a sequence with, its text and, with `append_end`,
-    the end token (once). Texts of white space only are skipped. Both files appear complete or
-    neither does. `watch` is called with bytes read and total bytes. Raises RequestError for bad
-    inputs, existing outputs without `force`, no documents, or a tokenizer without end token;
-    LostError if the files cannot be written.
+    the end token (once). Texts of white space only are skipped. Ids are uint16 if the vocabulary
+    allows, else int32. Both files appear complete or neither does. `watch` is called with bytes
+    read and total bytes. Raises RequestError for bad inputs or output path, existing outputs
+    without `force`, no documents, or a tokenizer without end token; LostError if the files cannot
+    be written.
     """
     end = (
         require_end_token(tokenizer, "leave the end out with --no-append-end")
@@ -132,8 +138,8 @@ def write_token_files(
     skipped = 0
 
     def documents() -> Iterator[list[list[int]]]:
-        """Yield the token ids of the documents batch by batch, count skipped texts and report
-        progress.
+        """Yield the token ids of the documents batch by batch, each with its end token; texts of
+        white space only are left out and counted in `skipped`. Calls `watch` after each batch.
         """
         nonlocal skipped
         for texts, bytes_read in _batch_texts(inputs, key):
@@ -172,8 +178,9 @@ def write_token_files(
 
 
 def _check_paths(inputs: list[Path], prefix: Path, force: bool) -> int:
-    """Return the total size of the inputs in bytes. Raises RequestError if an input is no file, or
-    the output may not be written there.
+    """Return the total size of the inputs in bytes. Raises RequestError if an input is no file,
+    `prefix` is a folder, its folder is missing or not writable, or one of the output files exists
+    (unless `force`).
     """
     for path in inputs:
         if not path.is_file():
@@ -199,8 +206,9 @@ def _check_paths(inputs: list[Path], prefix: Path, force: bool) -> int:
 
 
 def _batch_texts(inputs: list[Path], key: str) -> Iterator[tuple[list[str], int]]:
-    """Yield lists of texts, large enough for a tokenizer to share among cores, each with the bytes
-    of input read so far.
+    """Yield (texts, bytes of all inputs read so far): batches of up to 512 texts or about 1 Mi
+    characters, large enough for a tokenizer to share among cores. Raises RequestError if a file or
+    line is bad (`_read_texts`).
     """
     texts: list[str] = []
     characters = earlier_bytes = bytes_read = 0
@@ -218,11 +226,14 @@ def _batch_texts(inputs: list[Path], key: str) -> Iterator[tuple[list[str], int]
 
 
 def _read_texts(path: Path, key: str) -> Iterator[tuple[str, int]]:
-    """Yield each text of a file with the byte offset in the file (as on disk) reached so far."""
+    """Yield each text of a JSON-lines file with the number of bytes read so far of the file as on
+    disk. Raises RequestError if the file is unreadable, or a line is malformed, has no text under
+    `key`, or more than 64 MiB.
+    """
     offset = 0
 
     def note_offset(read: int) -> None:
-        """Remember the byte offset that the reader reports."""
+        """Store the byte offset that the reader reports in `offset` of `_read_texts`."""
         nonlocal offset
         offset = read
 
@@ -236,8 +247,8 @@ def _line_format(key: str) -> str:
 
 
 def _require_line_text(line: jsonl.JsonLine, key: str) -> str:
-    """Return the text of a line. Raises RequestError if it has no string under `key`, or one that
-    is not valid Unicode.
+    """Return the text under `key` of a JSON line. Raises RequestError if the line is no object, has
+    no string there, or one that is not valid Unicode.
     """
     text = line.value.get(key) if isinstance(line.value, dict) else None
     if not isinstance(text, str):
@@ -250,8 +261,8 @@ def _require_line_text(line: jsonl.JsonLine, key: str) -> str:
 def _write_ids(
     file: IO[bytes], batches: Iterator[list[list[int]]], dtype: np.dtype[np.generic]
 ) -> NDArray[np.int32]:
-    """Write the tokens of all documents and, at the beginning of the file, the .npy header for as
-    many as came; return the documents' lengths.
+    """Write the tokens of all documents as `dtype` and then, at the beginning of the file, the .npy
+    header of 128 bytes for as many as came; return the documents' lengths in tokens.
     """
     lens = array("i")
     file.seek(HEADER_BYTES)
@@ -268,10 +279,11 @@ def _write_ids(
 
 @contextmanager
 def _open_pair(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Yield two temporary files for tokens and index, open for writing; on success sync both and
-    rename them to their final names.
+    """As a context manager, yield two temporary files beside `prefix`, for tokens and index, open
+    for writing; if the block succeeds, sync both and rename them to their final names.
 
-    Raises LostError if they cannot be written. The temporary files are always removed.
+    Raises LostError for any OSError, also one of the block; other errors pass through and nothing
+    is renamed. The temporary files are always removed.
     """
     paths = [Path(f"{prefix}{suffix}") for suffix in (IDS_SUFFIX, INDEX_SUFFIX)]
     unique_part = secrets.token_hex(4)
@@ -295,8 +307,8 @@ def _open_pair(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 
 def _rename_pair(temporaries: list[Path], paths: list[Path]) -> None:
-    """Rename the two finished files to their final names, and remove both if either rename fails.
-    An old index is removed first.
+    """Rename the two finished files, tokens and index, to their final names, over old ones; an old
+    index is removed first. If a rename fails, remove both final files and raise its error.
     """
     # The old index goes first: a reader refuses tokens without index, but might accept new tokens
     # with an old index.

@@ -20,8 +20,9 @@ IGNORED = -100  # the target of a token that has no loss
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One training row: segments laid end to end, and padding, if any, as a last segment of its
-    own.
+    """One training row: segments (samples, or pieces of documents) laid end to end that do not
+    attend to each other, and padding, if any, as a last segment of its own. `samples` is how many
+    samples the row counts as.
     """
 
     tokens: Ids
@@ -32,13 +33,15 @@ class TrainingRow:
 
 
 class TrainingRows(Protocol):
-    """A data set of training rows, addressed by keys that only the data set understands."""
+    """A data set of training rows, addressed by keys that only the data set understands: `batch`
+    and `held_out` return keys, `row` the row of a key.
+    """
 
     def batch(self, step: int) -> list[RowKey]:
         """Return the keys of the rows in the global batch of a step, counted from 0."""
 
     def row(self, key: RowKey) -> TrainingRow:
-        """Return the tokens and targets of the row with this key."""
+        """Return the training row with this key: tokens, targets and lengths of its segments."""
 
     def held_out(self) -> list[RowKey]:
         """Return the keys of the rows that are never trained on and whose loss is measured before

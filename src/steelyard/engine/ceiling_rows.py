@@ -2,8 +2,8 @@
 can do.
 
 A framework's `FrameworkCeilings` (engines/torch/device_ceilings.py is torch's) yields
-`CeilingRow`s. The worker of `steelyard spec` (run/ceilings_worker.py) prepares each row, checks its result
-once and times it.
+`CeilingRow`s. The worker of `steelyard spec` (run/ceilings_worker.py) prepares each row, checks its
+result once and times it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,12 +21,14 @@ class UnavailableError(Exception):
 
 @dataclass(frozen=True)
 class PreparedCeiling:
-    """A row of `steelyard spec` with its memory allocated, ready to be called any number of times.
+    """A row of `steelyard spec` with its memory allocated, ready to be called any number of times;
+    made by `CeilingRow.prepare`.
 
+    `call` starts the operation once and need not wait for the device; its result is ignored.
     `check` runs the row once and returns (error, bound): the error is the largest difference from
     the fp64 result as a fraction of that result's root mean square (or a count of wrong numbers
-    with bound 0), not finite if the result is no number. It is None if there is nothing to compare.
-    `detail` goes to the record: sizes, shapes, how it was measured.
+    with bound 0), not finite if the result is no number. `check` is None if there is nothing to
+    compare. `detail` goes to the record: sizes, shapes, how it was measured.
     """
 
     call: Callable[[], Any]
@@ -48,18 +50,20 @@ class CallBudget:
 
     @property
     def max_amount(self) -> float | None:
-        """Return the FLOPs or bytes that one call may have (rate x call_s), or None if no rate is
-        known.
+        """Return the most FLOPs or bytes that one call within this budget may have (rate x call_s),
+        or None if no rate is known, which means no limit.
         """
         return None if self.rate is None else self.rate * self.call_s
 
 
 @dataclass(frozen=True)
 class CeilingRow:
-    """One ceiling that a framework can measure on this rank's device, not prepared yet.
+    """One ceiling that a framework can measure on this rank's device, not prepared yet: `name` in
+    `group`, for matmuls and attention of one `precision` (else None), in `unit`.
 
-    `prepare` allocates the row's memory and may raise UnavailableError. A row whose unit is `B` is
-    a capacity: its amount is the result, and it is never called.
+    `prepare(budget)` allocates the row's memory in a size that the budget allows, and raises
+    UnavailableError if the device cannot run it. It is not called if `unavailable` has a reason. A
+    row whose unit is `B` is a capacity: its amount is the result, and it is never called.
     """
 
     group: CeilingGroup
@@ -74,13 +78,17 @@ class CeilingRow:
 
 
 class FrameworkCeilings(Protocol):
-    """The ceilings that a framework can measure on one device. Constructed with the framework
-    object, after it has joined all ranks.
+    """The interface of the ceilings that a framework can measure on one rank's device; the worker
+    of `steelyard spec` prepares, checks and times them.
+
+    Constructed with the framework object, after it has joined all ranks. `rows(quick)` yields the
+    `CeilingRow`s in the order of measuring, `all_reduce_max` is the maximum over ranks, and
+    `release_memory` is called after each row.
     """
 
     def rows(self, quick: bool) -> Iterator[CeilingRow]:
-        """Yield the rows in the order in which they are measured; with `quick`, fewer and smaller
-        ones.
+        """Yield the rows of this framework's device in the order in which they are measured; with
+        `quick`, fewer and smaller ones. All ranks must yield the same rows.
         """
 
     def all_reduce_max(self, value: float) -> float:
@@ -89,4 +97,6 @@ class FrameworkCeilings(Protocol):
         """
 
     def release_memory(self) -> None:
-        """Return the device memory that the last row allocated to the device."""
+        """Give cached memory that the last row allocated back to the device; called after every
+        row.
+        """

@@ -40,9 +40,10 @@ DEGREES = ("tp", "pp", "dp")
 
 @dataclass(frozen=True)
 class FrameworkRow:
-    """A framework, which joins ranks and drives devices: its name, and what workers load of it.
+    """A framework, which joins ranks and drives devices, as data: its `name`, and what workers load
+    of it.
 
-    `make` is the `module:Class` of its `Framework`.
+    `make` is the `module:Class` of its `Framework`, `ceilings` that of its `FrameworkCeilings`.
     """
 
     name: str
@@ -54,8 +55,11 @@ class FrameworkRow:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """What an engine can do, as data: kinds of work, model families, precisions, plans. It never
-    names a task or a case.
+    """What an engine can do, as data that the command line chooses and refuses by: kinds of work,
+    model families, precisions, plans. It never names a task or a case.
+
+    `refusal` says why it cannot run a case, `can_divide` whether it has a plan's degrees,
+    `find_missing_module` what is not installed.
     """
 
     name: str
@@ -82,11 +86,13 @@ class EngineRow:
     extra: str = ""  # what to install them with: pip install 'steelyard[extra]'
 
     def refusal(self, case: Case) -> str | None:
-        """Return why this engine cannot run a case, as a line for the user that ends with the
-        engines that can; None if it can run it.
+        """Return why this engine cannot run a case, as a line for the user that ends with the names
+        of all engines that can, or `none`; None if it can run it.
 
-        Checks kind of work, model family and variants, and what a global batch counts. Precision,
-        division and plan are checked elsewhere (run/checked_request.py).
+        Checks kind of work, model family and variants and, for training, what a global batch
+        counts. The line gives no reason for a kind of work, or a family other than `auto`, that the
+        engine does not have. Precision, division and plan are checked elsewhere
+        (run/checked_request.py).
         """
         question = case.question
         if self._can_run(question):
@@ -116,8 +122,9 @@ class EngineRow:
         )
 
     def _can_run(self, question: Question) -> bool:
-        """Return whether the engine has the question's kind of work, model family and variants and,
-        for training, its unit of the global batch.
+        """Return whether this engine has the question's kind of work, model family and all the
+        fields in which its model differs from a plain Llama (variants) and, for training, the unit
+        that its global batch counts.
         """
         row = question.task_row
         has_batch_unit = not row.kind_row.trains or row.batch_unit in self.batches_of
@@ -127,21 +134,21 @@ class EngineRow:
         return row.work in self.works and has_model and has_batch_unit
 
     def can_divide(self, plan: Plan) -> bool:
-        """Return whether the engine supports every degree (tp, pp, dp) of the plan that is larger
+        """Return whether this engine supports every degree (tp, pp, dp) of the plan that is larger
         than 1.
         """
         return all(getattr(plan, name) == 1 or name in self.degrees for name in DEGREES)
 
     def find_missing_module(self) -> str | None:
-        """Return the name of the first needed module that is not installed, or None. Raises
-        RequestError if an installed one fails to import.
+        """Return the name of the first module in this engine's `needs` that is not installed, or
+        None. Raises RequestError if a package is installed but its import fails.
         """
         return next((module for module in self.needs if not plugins.is_installed(module)), None)
 
 
 def _model_variants(question: Question) -> set[str]:
-    """Return the fields in which the question's model differs from a plain Llama; empty for
-    families without variants.
+    """Return the names of the fields in which the question's model differs from a plain Llama;
+    empty for families without variants.
     """
     return set(getattr(question.model, "variants", ()))
 
@@ -244,8 +251,9 @@ FRAMEWORKS = [
 
 
 def load_engine_rows() -> dict[str, EngineRow]:
-    """Return all engine rows by name: the shipped ones, then those of installed packages. Raises
-    RequestError if two have one name.
+    """Return all engine rows by name: the shipped ones, then those of installed packages, which are
+    imported for it. Raises RequestError if two have one name, or a package's row cannot be loaded
+    or is no EngineRow.
     """
     return plugins.load_rows_by_name(
         [TORCH, TRANSFORMERS, REFERENCE, MEGATRON, PADDLE, FLAGSCALE],
@@ -256,7 +264,9 @@ def load_engine_rows() -> dict[str, EngineRow]:
 
 
 def find_engine(name: str) -> EngineRow:
-    """Return the engine row of a name; raise RequestError, with similar names, if there is none."""
+    """Return the engine row of a name, shipped or of an installed package; raise RequestError, with
+    similar names, if there is none.
+    """
     rows = load_engine_rows()
     if name not in rows:
         raise RequestError(f"no engine {name!r}; {suggest_name(name, sorted(rows))}")
@@ -267,8 +277,9 @@ def load_engine(name: str, work: str) -> Callable[[Job], Engine]:
     """Import the engine's class for a kind of work (a key of `WORKS`) and return it; call it with a
     `Job`.
 
-    Raises RequestError if there is no such engine, it does not do this work, or its module is
-    missing or fails to import; MemoryError if the import runs out of memory.
+    Raises RequestError if there is no such engine, it does not do this work, or its module cannot
+    be imported (the message has the pip command that helps); MemoryError if the import runs out of
+    memory.
     """
     engine_row = find_engine(name)
     if work not in engine_row.works:
@@ -284,7 +295,8 @@ def load_engine(name: str, work: str) -> Callable[[Job], Engine]:
 
 def _import_failure(engine_row: EngineRow, error: ImportError) -> RequestError | MemoryError:
     """Return, without raising it, the exception for an engine whose import failed: MemoryError if
-    memory ran out, else RequestError with the pip command that helps.
+    memory ran out; RequestError with `pip install` if a module is missing, with `pip install
+    --force-reinstall` if one is there and fails.
     """
     extra, why = (
         f"'steelyard[{engine_row.extra or engine_row.name}]'",
@@ -305,8 +317,9 @@ def _import_failure(engine_row: EngineRow, error: ImportError) -> RequestError |
 
 
 def load_framework(name: str) -> Callable[..., Framework]:
-    """Import a framework's class by the framework's name and return it. Raises RequestError if
-    there is no such framework.
+    """Import the class of a framework (`torch`, `paddle`, ...) and return it; call it with a device
+    class, the local rank and a clock (see `Framework`). Raises RequestError if there is no such
+    framework, ImportError if it cannot be imported.
     """
     framework_class: Callable[..., Framework] = plugins.load_reference(_find_framework(name).make)
     return framework_class
@@ -314,7 +327,8 @@ def load_framework(name: str) -> Callable[..., Framework]:
 
 def load_ceilings(name: str) -> Callable[[Framework], FrameworkCeilings]:
     """Import and return the class that yields a framework's rows of `steelyard spec`; call it with
-    the framework object. Raises RequestError if the framework is unknown or has none.
+    the framework object. Raises RequestError if the framework is unknown or has no ceilings,
+    ImportError if it cannot be imported.
     """
     reference = _find_framework(name).ceilings
     if reference is None:
@@ -324,14 +338,17 @@ def load_ceilings(name: str) -> Callable[[Framework], FrameworkCeilings]:
 
 
 def load_framework_rows() -> dict[str, FrameworkRow]:
-    """Return all framework rows by name: the shipped ones, then those of installed packages. Raises
-    RequestError if two have one name.
+    """Return all framework rows by name: the shipped ones, then those of installed packages, which
+    are imported for it. Raises RequestError if two have one name, or a package's row cannot be
+    loaded or is no FrameworkRow.
     """
     return plugins.load_rows_by_name(FRAMEWORKS, "steelyard.frameworks", FrameworkRow, "framework")
 
 
 def _find_framework(name: str) -> FrameworkRow:
-    """Return the framework row of a name; raise RequestError if there is none."""
+    """Return the framework row of a name; raise RequestError, with all known names, if there is
+    none.
+    """
     rows = load_framework_rows()
     if name not in rows:
         raise RequestError(f"no framework {name!r}; known: {', '.join(sorted(rows))}")

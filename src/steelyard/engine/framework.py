@@ -16,7 +16,7 @@ from steelyard.plan.matmuls import Matmul
 
 
 class Meeting(Protocol):
-    """The rendezvous of a run's ranks: a file if all are on one host, else an address and port.
+    """The rendezvous of a run's ranks: `file` if all are on one host, else `address` and `port`.
 
     With an address, rank 0 serves on `listen_fd`, a socket that is already bound to the network
     interface of the site; it must not open another port. Other ranks only connect.
@@ -41,19 +41,24 @@ class Meeting(Protocol):
 
 class DeviceFramework:
     """The framework methods that only pass on to the accelerator's device object, for subclasses to
-    inherit.
+    inherit: `set_precision`, `event`, `synchronize`, `reset_memory`, `memory`, `identity`,
+    `versions`.
+
+    A subclass sets `device`.
     """
 
     device: Any
 
     def set_precision(self, matmul: str) -> None:
         """Make fp32 matmuls on the device run in `matmul` (a precision name such as fp32 or tf32),
-        process-wide.
+        process-wide. Raises RequestError for a precision that the device does not have.
         """
         self.device.set_precision(matmul)
 
     def event(self) -> Event:
-        """Record an event on the device's current stream without waiting, and return it."""
+        """Record an event on the device's current stream without waiting, and return it. A device
+        without streams returns a reading of the host's clock.
+        """
         event: Event = self.device.event()
         return event
 
@@ -66,8 +71,8 @@ class DeviceFramework:
         self.device.reset_memory()
 
     def memory(self) -> dict[str, int | None]:
-        """Return the device's memory counters as a new dict: peaks in bytes since the last reset,
-        None where unknown.
+        """Return the device's memory counters as a new dict: `allocated_bytes` and
+        `reserved_bytes`, peaks since the last reset, None where unknown; a CPU adds `in_use_bytes`.
         """
         return dict(self.device.memory())
 
@@ -83,8 +88,13 @@ class DeviceFramework:
 
 
 class Framework(Timeline, Protocol):
-    """The interface that a framework implements. Constructed with the accelerator's device class
-    for this framework (a `module:Class` string, None if it has none), the local rank and the clock.
+    """The interface that a framework implements; each worker process has one. Constructed with the
+    accelerator's device class for this framework (a `module:Class` string, None if it has none),
+    the local rank and the clock.
+
+    It joins ranks (`join_ranks`, `barrier`, `leave`), times (`event`, `synchronize`), prepares what
+    is measured beside a pass (`prepare_all_reduce`, `prepare_square_matmul`, `prepare_matmul`), and
+    describes its device for the record (`memory`, `identity`, `versions`).
     """
 
     @property
@@ -93,7 +103,7 @@ class Framework(Timeline, Protocol):
 
     def set_precision(self, matmul: str) -> None:
         """Make fp32 matmuls run in precision `matmul`, process-wide; TF32 is used only if `matmul`
-        is tf32.
+        is tf32. Raises RequestError for a precision that the device does not have.
         """
 
     def make_deterministic(self) -> None:
@@ -105,8 +115,8 @@ class Framework(Timeline, Protocol):
         """Initialize the process group of this run and return the group of ranks that together hold
         one model with this rank, in the framework's own type (it becomes `Job.group`).
 
-        `meet` says where ranks rendezvous; it is None if the run has one rank. Blocks until all
-        ranks have joined.
+        `meet` says where ranks rendezvous; it is None if the run has one rank, which need not
+        initialize anything. Blocks until all ranks have joined.
         """
 
     def prepare_all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
@@ -142,12 +152,13 @@ class Framework(Timeline, Protocol):
 
     def memory(self) -> dict[str, int | None]:
         """Return `allocated_bytes` and `reserved_bytes`, the peaks since the last reset (None if
-        unknown), and `in_use_bytes` if ranks share the device.
+        the framework counts none); a device without such peaks, such as a CPU, adds `in_use_bytes`,
+        what this process has now.
         """
 
     def identity(self) -> dict[str, Any]:
         """Return what the device is: `name`, `uuid`, `memory_bytes`, `capability`,
-        `multiprocessors`.
+        `multiprocessors`; None for what is unknown.
         """
 
     def versions(self) -> dict[str, str | None]:

@@ -46,10 +46,10 @@ class Activity:
 
 @dataclass(frozen=True)
 class KernelTotal:
-    """All activities of one name and kind taken together.
+    """All activities of one name and kind taken together; made by `divide_device_time`.
 
-    `time_s` is the time in which nothing of higher priority ran on the device. `size_bytes` is the
-    sum over calls, None if it is unknown for one of them.
+    `time_s` is their share of the device's time, in which nothing of higher priority ran.
+    `size_bytes` is the sum over calls, None if it is unknown for one of them.
     """
 
     name: str
@@ -60,8 +60,8 @@ class KernelTotal:
 
 
 class Profiler(Protocol):
-    """Records what the device does between `start` and `stop`. The caller has synchronized the
-    device before both.
+    """The interface of a framework's profiler, which records what the device does between `start`
+    and `stop`; `stop` returns it as activities. The caller has synchronized the device before both.
     """
 
     def start(self) -> None:
@@ -75,7 +75,9 @@ class Profiler(Protocol):
 
 @dataclass(frozen=True)
 class _Segment:
-    """A stretch of time, in seconds, in which one activity was the innermost of its lane."""
+    """A stretch of time, in seconds on the trace's clock, in which one activity was the innermost
+    of its lane.
+    """
 
     begin_s: float
     end_s: float
@@ -84,10 +86,11 @@ class _Segment:
 
 def divide_device_time(activities: Sequence[Activity]) -> list[KernelTotal]:
     """Divide the time in which the device did anything among its kernels, and return one total per
-    name and kind, longest first.
+    name and kind, longest first, then by name.
 
     Each instant goes to one activity: within a lane to the innermost, among lanes to the kind that
-    comes first in `PRIORITY`. Times in which nothing ran are not in the result.
+    comes first in `PRIORITY`. Times in which nothing ran are not in the result; a kernel that
+    others covered all the time is, with 0 s.
     """
     lanes: dict[str, list[int]] = {}
     for number, activity in enumerate(activities):
@@ -124,17 +127,18 @@ def _name_and_kind(activity: Activity) -> tuple[str, ActivityKind]:
 def _cut_lane_into_segments(
     activities: Sequence[Activity], indices: list[int]
 ) -> Iterator[_Segment]:
-    """Cut the activities of one lane (`numbers` are indices into `activities`) into segments that
-    do not overlap, yielded in the order of time. At each instant the owner is the activity that
-    began last.
+    """Cut the activities of one lane (`indices` into `activities`) into segments that do not
+    overlap, yielded in the order of time. At each instant the owner is the activity that began
+    last; of two that begin together, the shorter one.
     """
     indices = sorted(indices, key=lambda n: (activities[n].begin_s, -activities[n].end_s))
     stack: list[int] = []
     cut_until_s = 0.0
 
     def pop_segments_until(time_s: float) -> Iterator[_Segment]:
-        """Yield the segments up to `time_s` of the activities on the stack, and pop those that have
-        ended by then.
+        """Yield the segments up to `time_s` of the activities on the stack, innermost first, and
+        pop those that have ended by then. Moves `cut_until_s`, the time up to which the lane is
+        cut.
         """
         nonlocal cut_until_s
         while stack:
@@ -157,7 +161,8 @@ def _divide_by_priority(
     activities: Sequence[Activity], segments: list[_Segment]
 ) -> Iterator[tuple[int, float]]:
     """Yield (index of an activity, seconds) so that each instant is given once: to the segment of
-    the highest-priority kind among all lanes. Instants without any segment are left out.
+    the highest-priority kind among all lanes, of equal kinds to the one that ends first. Instants
+    without any segment are left out; an activity may come several times.
     """
     priority = {kind: position for position, kind in enumerate(PRIORITY)}
     segments = sorted(segments, key=lambda segment: segment.begin_s)

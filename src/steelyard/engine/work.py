@@ -10,7 +10,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Phase:
     """A mark that a phase of a step begins: `data`, `meet`, `compute`, `exchange`, `score`,
-    `evaluate` or `checkpoint`. It lasts until the next mark.
+    `evaluate` or `checkpoint`. It lasts until the next mark, a `Phase` or a `Work`.
 
     In `meet` ranks wait until all have their data. `exchange` is the communication of a step,
     including waiting for one another, where it lies between other phases and can be told apart.

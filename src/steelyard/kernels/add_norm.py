@@ -79,8 +79,8 @@ def triton_add_norm(
 def triton_add_norm_backward(
     x: Tensor, scale: Tensor, weight: Tensor, sum_grad: Tensor, norm_grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute `add_norm_backward` by one kernel and a sum over its programs' partial weight
-    gradients.
+    """Compute `add_norm_backward` by one kernel, followed by a sum of its programs' partial weight
+    gradients in torch. `x` and `scale` are contiguous.
     """
     tokens, width = x.shape
     back = torch.empty_like(x)

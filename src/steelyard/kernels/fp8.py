@@ -2,8 +2,8 @@
 
 A row's scale is its largest magnitude divided by the largest number of the fp8 type; rows of zeros
 get a tiny scale. A product sums along the rows of both operands, so a matrix that is to be scaled
-by columns is stored transposed. Products are summed in fp32. Used by models/llama_fp8.py and, for
-the matmul ceilings, by engines/torch/framework.py.
+by columns is stored transposed. Used by models/llama_fp8.py and, for the matmul ceilings, by
+engines/torch/framework.py.
 """
 
 from typing import Any, NamedTuple
@@ -47,7 +47,8 @@ class Fp8Matrix(NamedTuple):
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8Matrix:
-    """Quantize a matrix to fp8 with one scale per row.
+    """Return `x` [rows, width] in fp8 with one scale per row: its largest magnitude divided by the
+    largest number of `dtype`; rows of zeros get a tiny scale.
 
     The values are row-major whatever the strides of `x` are: a device multiplies a row-major matrix
     by a column-major one only.
@@ -66,9 +67,12 @@ def quantize_columns(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8Matrix:
 
 
 def multiply_fp8(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return a · bᵀ in `dtype`, by `torch._scaled_mm`.
+    """Return a · bᵀ, [rows of a, rows of b], in `dtype`, by `torch._scaled_mm`; both operands have
+    one scale per row.
 
-    On a CPU it is emulated: fp8 values are multiplied and summed in fp32.
+    On a device all sides but the rows of `a` must be multiples of `ALIGNED` (16), and sums may have
+    fewer bits than fp32 (`FAST_ACCUMULATION`). On a CPU it is emulated, with any sizes: fp8 values
+    are multiplied and summed in fp32.
     """
     if a.values.device.type == "cpu":
         return ((a.values.float() @ b.values.float().t()) * a.scale * b.scale.t()).to(dtype)
@@ -85,7 +89,7 @@ def multiply_fp8(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype = torch.bfloat16
 
 
 def triton_quantize_rows(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8Matrix:
-    """Compute `quantize_rows` by a kernel, a program per row."""
+    """Compute `quantize_rows` by a Triton kernel, a program per row."""
     x = x.contiguous()
     out = make_empty_fp8(len(x), x.shape[1], dtype, x.device)
     tile = min(ROW[0], next_power_of_2(x.shape[1]))
@@ -97,8 +101,8 @@ def triton_quantize_rows(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8Matrix:
 
 
 def triton_quantize_columns(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8Matrix:
-    """Compute `quantize_columns` by two kernels: the largest magnitude of each column, then the
-    scaled transpose.
+    """Compute `quantize_columns` (the transpose, padded to a multiple of `ALIGNED`) by two Triton
+    kernels: the largest magnitude of each column, then the scaled transpose.
     """
     x = x.contiguous()
     height, width = x.shape

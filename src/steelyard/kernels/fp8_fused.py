@@ -27,30 +27,38 @@ BACKWARD_TILE = 4096  # gate columns that a program of SwiGLU's gradient loads a
 def add_norm_fp8(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Fp8Matrix, Tensor]:
-    """Return x + delta, its RMSNorm in fp8 (E4M3, a scale per token), and the norm's factors 1 /
-    sqrt(mean square + eps), [tokens, 1]; see `add_norm`.
+    """Return x + delta [tokens, width], its RMSNorm times `weight` in fp8 (E4M3, a scale per
+    token), and the norm's factors 1 / sqrt(mean square + eps), [tokens, 1]; `add_norm` followed by
+    `quantize_rows`.
     """
     x, normed, scale = add_norm.add_norm(x, delta, weight, eps)
     return x, quantize_rows(normed), scale
 
 
 def renorm(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    """Return the RMSNorm of x again, in the type of x, from the factors that `add_norm_fp8`
-    returned; for the backward pass.
+    """Return x · scale · weight in the type of x: the RMSNorm computed again for the backward pass,
+    from the sum `x` [tokens, width] and the factors `scale` [tokens, 1] that `add_norm_fp8`
+    returned.
     """
     return (x.float() * scale * weight).to(x.dtype)
 
 
 def swiglu_fp8(gate_up: Tensor, chunk: int) -> Fp8Matrix:
-    """Return `swiglu_interleaved` of `gate_up` in fp8 (E4M3, a scale per token)."""
+    """Return silu(gate) · up, [tokens, width], in fp8 (E4M3, a scale per token), of `gate_up`
+    [tokens, 2 · width] in alternating chunks of `chunk` columns; `swiglu_interleaved` followed by
+    `quantize_rows`.
+    """
     return quantize_rows(swiglu.swiglu_interleaved(gate_up, chunk))
 
 
 def swiglu_backward_fp8(
     gate_up: Tensor, grad: Tensor, chunk: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Fp8Matrix]:
-    """Return the gradient of `gate_up`, the SwiGLU computed again, and the gradient once more in
-    fp8 of type `dtype` with a scale per token.
+    """Return the gradient of `gate_up` [tokens, 2 · width], the SwiGLU [tokens, width] computed
+    again, and the gradient once more in fp8 of type `dtype` with a scale per token.
+
+    `grad` is the gradient of the SwiGLU, [tokens, width]; gate and up are in alternating chunks of
+    `chunk` columns.
     """
     back, activated = swiglu.swiglu_interleaved_backward(gate_up, grad, chunk)
     return back, activated, quantize_rows(back, dtype)
@@ -59,7 +67,9 @@ def swiglu_backward_fp8(
 def triton_add_norm_fp8(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Fp8Matrix, Tensor]:
-    """Compute `add_norm_fp8` by one kernel, a program per token."""
+    """Compute `add_norm_fp8` by one Triton kernel, a program per token; the factors returned are
+    fp32 [tokens, 1].
+    """
     tokens, width = x.shape
     out, quantized = torch.empty_like(x), make_empty_fp8(tokens, width, E4M3, x.device)
     norm = x.new_empty(tokens, 1, dtype=torch.float32)
@@ -78,7 +88,9 @@ def triton_renorm(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
 
 
 def triton_swiglu_fp8(gate_up: Tensor, chunk: int) -> Fp8Matrix:
-    """Compute `swiglu_fp8` by one kernel, a program per token. `gate_up` is contiguous."""
+    """Compute `swiglu_fp8` by one Triton kernel, a program per token. `gate_up` is contiguous, and
+    `chunk` a power of two.
+    """
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     quantized = make_empty_fp8(tokens, width, E4M3, gate_up.device)
     tile = min(ROW[0], next_power_of_2(width))
@@ -90,7 +102,9 @@ def triton_swiglu_fp8(gate_up: Tensor, chunk: int) -> Fp8Matrix:
 def triton_swiglu_backward_fp8(
     gate_up: Tensor, grad: Tensor, chunk: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Fp8Matrix]:
-    """Compute `swiglu_backward_fp8` by one kernel, a program per token. `gate_up` is contiguous."""
+    """Compute `swiglu_backward_fp8` by one Triton kernel, a program per token. `gate_up` is
+    contiguous, and `chunk` a power of two.
+    """
     grad = grad.contiguous()
     tokens, width = grad.shape
     back, activated = torch.empty_like(gate_up), torch.empty_like(grad)
@@ -161,8 +175,11 @@ def _renorm(
 
 @jit
 def _load_swiglu(gate_up: tensor, n: tensor, i: tensor, mask: tensor, chunk: constexpr) -> tensor:
-    """Return silu(gate) · up of the chunks `n` of one token, as fp32 after rounding to the type of
-    `gate_up`; `i` are the columns in a chunk of `chunk`, and masked elements are zero.
+    """Return silu(gate) · up, [len(n), chunk], of the chunks `n` [., 1] of one token, as fp32 after
+    rounding to the type of `gate_up`.
+
+    `gate_up` points to the token's first column; chunk n has its gate columns at 2 · n · chunk and
+    its up columns behind them. `i` [1, .] are the columns in a chunk; masked elements are zero.
     """
     gate = tl.load(gate_up + n * 2 * chunk + i, mask, 0.0).to(tl.float32)
     up = tl.load(gate_up + n * 2 * chunk + chunk + i, mask, 0.0).to(tl.float32)

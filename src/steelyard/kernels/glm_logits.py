@@ -21,16 +21,19 @@ TILE = 4096  # columns that a program loads at a time
 
 
 def compute_log_prob_terms(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's log-sum-exp and its target's logit, both [rows], fp32 or wider; their
-    difference is minus the log-probability.
+    """Return each row's log-sum-exp and its target's logit, both [rows], fp32 or wider; the
+    log-probability is the second minus the first.
+
+    `logits` are [rows, vocab], `targets` int64 [rows].
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide.logsumexp(-1), wide.gather(-1, targets[:, None])[:, 0]
 
 
 def log_probs_backward(logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor]:
-    """Return the gradient of the logits as a tuple of one tensor: (one_hot(targets) - exp(logits -
-    lse)) · grad, where `grad` is that of the log-probabilities.
+    """Return the gradient of the logits [rows, vocab], in their type, as a tuple of one tensor:
+    (one_hot(targets) - exp(logits - lse)) · grad, where `lse` is that of `compute_log_prob_terms`
+    and `grad` [rows] the gradient of the log-probabilities.
     """
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
     return (
@@ -41,8 +44,8 @@ def log_probs_backward(logits: Tensor, targets: Tensor, lse: Tensor, grad: Tenso
 
 
 def triton_compute_log_prob_terms(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Run `compute_log_prob_terms` as a kernel, a program per row; results are fp32. `logits` is
-    contiguous.
+    """Compute `compute_log_prob_terms` by a kernel, a program per row; results are fp32. `logits`
+    is contiguous.
     """
     rows, vocab = logits.shape
     lse, target_logits = logits.new_empty(2, rows, dtype=torch.float32)
@@ -55,7 +58,9 @@ def triton_compute_log_prob_terms(logits: Tensor, targets: Tensor) -> tuple[Tens
 def triton_log_probs_backward(
     logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor]:
-    """Compute `log_probs_backward` in place: the returned gradient is `logits`, overwritten."""
+    """Compute `log_probs_backward` by a kernel, in place: the returned gradient, in a tuple of one,
+    is `logits` itself, overwritten. `logits` is contiguous.
+    """
     rows, vocab = logits.shape
     columns = min(TILE, next_power_of_2(vocab))
     _log_probs_backward[(rows, count_tiles(vocab, columns))](

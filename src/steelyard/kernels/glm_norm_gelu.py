@@ -39,16 +39,17 @@ GELU_BACKWARD = (512, 1, 4, 1584)
 
 def make_plain_dropout_add_norm(eps: float, dropout: float) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a function (x, delta, weight, bias) that returns x + dropout(delta) and its LayerNorm,
-    in plain PyTorch.
+    both [tokens, width], in plain PyTorch.
 
-    eps and dropout are captured so that a compiler takes them for constants; with dropout 0 the
-    function has no dropout at all. It drops by torch's random state, not by a hash.
+    `eps` and the probability `dropout` are captured so that a compiler takes them for constants;
+    with dropout 0 the function has no dropout at all, otherwise it always drops, by torch's random
+    state and not by a hash.
     """
 
     def with_dropout(
         x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return x + dropout(delta) and its LayerNorm."""
+        """Return x + dropout(delta) and its LayerNorm; dropout is always active."""
         x = x + F.dropout(delta, dropout)
         return x, F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
@@ -64,10 +65,12 @@ def make_plain_dropout_add_norm(eps: float, dropout: float) -> Callable[..., tup
 
 @dataclass(frozen=True)
 class Dropout:
-    """One dropout site of a model: which share of elements is dropped, and the hash that decides
-    which.
+    """One dropout site of a model: `share`, the probability that an element is dropped; `seed`, an
+    int64 tensor [1] on the device that stays unchanged until the backward pass has ended; and
+    `site`, the number of the site in the model.
 
-    Two sites drop different elements with the same seed.
+    Kernels drop by a hash of seed + site and the element's indices, so two sites drop different
+    elements with the same seed.
     """
 
     share: float
@@ -83,11 +86,11 @@ class Dropout:
 def triton_dropout_add_norm(
     x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float, dropout: Dropout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + dropout(delta), its LayerNorm (both [tokens, width]) and each row's mean and 1 /
-    standard deviation, fp32 [tokens, 2], by one kernel.
+    """Return y = x + dropout(delta), its LayerNorm (both [tokens, width]) and each row's mean and 1
+    / sqrt(variance + eps), fp32 [tokens, 2], by one kernel.
 
     The plain function is that of `make_plain_dropout_add_norm`, except that elements are dropped by
-    a hash.
+    a hash; with share 0 nothing is.
     """
     x, delta = x.contiguous(), delta.contiguous()
     tokens, width = x.shape
@@ -155,8 +158,8 @@ def triton_dropout_add_norm_backward(
 
 
 def reduce_parts(parts: Tensor, accumulators: list[Tensor]) -> None:
-    """Add the sums over programs of `parts` [programs, n, width] to the n `accumulators` [width],
-    in place; n is at most three.
+    """Add the sums over programs of `parts`, fp32 [programs, n, width], to the n `accumulators`
+    [width], in place, by a kernel; n is 1, 2 or 3.
     """
     programs, _, width = parts.shape
     first, second, third = (accumulators[min(i, len(accumulators) - 1)] for i in range(3))

@@ -21,7 +21,9 @@ TILE = 16  # tokens of a tile: the smallest side in tl.dot
 
 @dataclass(frozen=True)
 class RowOffsets:
-    """Offsets of packed rows (cumulative lengths), and the length of the longest row."""
+    """Where packed rows begin and end: `cu_lengths`, int32 [rows + 1] on the device, is 0 and the
+    end of each row; `max_length` is the length of the longest row, or an upper bound of it.
+    """
 
     cu_lengths: Tensor  # int32 [rows + 1], on the device: 0 and the rows' ends
     max_length: int
@@ -32,7 +34,12 @@ class InterleavedLayout:
     """The tokens of a cloze micro-batch in another order, every context followed by its spans: a
     context and its spans are then one row of queries on the context's keys.
 
-    Made by `ClozeLayout.interleaved`. T is the number of tokens.
+    Made by `ClozeLayout.interleaved`; T is the number of tokens. `order` gives the token at each
+    position, `row_offsets` the rows, `context_positions`, `context_index`, `span_positions`,
+    `span_starts` and `span_lengths` where contexts and spans lie. `token_ranges`, int32 [3, T], has
+    for each token the begin of its row, the end of its context and the begin of its span (T for a
+    context's token); `programs`, int32 [2, P], the first token of each Triton program and the end
+    of its row.
     """
 
     order: Tensor  # int64 [T]: the index in `ClozeLayout` of the token at each position
@@ -69,10 +76,12 @@ def gather_context_keys_values(qkv: Tensor, layout: InterleavedLayout) -> Tensor
 def attend_spans(
     qkv: Tensor, out: Tensor, lse: Tensor, layout: InterleavedLayout, dropout: Dropout
 ) -> None:
-    """Continue the spans' softmax with the spans' own keys, in place.
+    """Continue the spans' softmax with the spans' own keys, in place, by a Triton kernel.
 
-    `out` [T, H, D] and `lse` [H, T] (natural logarithm) come in as attention of all queries on
-    contexts, and leave as attention on context and own span; context tokens do not change.
+    `qkv` is [T, 3, H, D]. `out` [T, H, D] and `lse` fp32 [H, T] (natural logarithm) come in as
+    attention of all queries on contexts, and leave as attention on the context and on the own span
+    up to the query; rows of context tokens do not change. All are contiguous. Probabilities of own
+    keys are dropped by Philox numbers of `dropout.seed` + `dropout.site`.
     """
     tokens, _, heads, dim = qkv.shape
     inputs = (
@@ -102,7 +111,11 @@ def attend_spans_backward(
     dropout: Dropout,
 ) -> None:
     """Write the gradients of the spans' keys and values to `qkv_grad` [T, 3, H, D], and add that of
-    the spans' queries on their own spans to `dq` [T, H, D], both in place.
+    the spans' queries on their own spans to `dq` [T, H, D], both in place, by a Triton kernel.
+
+    `grad` is the gradient of the output [T, H, D]; `out` and `lse` are those that `attend_spans`
+    left, and `dropout` is the same. The queries' part of `qkv_grad` and the rows of context tokens
+    are not written.
     """
     tokens, _, heads, dim = qkv.shape
     tensors = (grad, qkv, out, lse, dq, qkv_grad, layout.span_starts, layout.span_lengths)
@@ -126,10 +139,11 @@ def merge_qkv_gradients(
     layout: InterleavedLayout,
     accumulator: Tensor,
 ) -> None:
-    """Put the gradients of all queries [T, H, D] and of the contexts' keys and values [n, H, D]
-    into `qkv_grad` [T, 3, H, D], where those of the spans' keys and values already are.
+    """Put `grads` = (dq [T, H, D] of all queries, dk and dv [n, H, D] of the contexts' tokens) into
+    `qkv_grad` [T, 3, H, D] in place, where those of the spans' keys and values already are.
 
-    The sum over tokens, the gradient of QKV's bias [3 · H · D], is added to `accumulator` in place.
+    The sum of `qkv_grad` over tokens, the gradient of QKV's bias [3 · H · D], is added to
+    `accumulator` in place.
     """
     width = qkv_grad[0, 0].numel()
     parts = qkv_grad.new_empty(min(len(qkv_grad), PROGRAMS), 3, width, dtype=torch.float32)
@@ -152,7 +166,9 @@ def _get_seed_and_site(dropout: Dropout) -> tuple[Tensor, int]:
 
 
 def _make_span_grid(layout: InterleavedLayout, heads: int) -> tuple[int, int, int]:
-    """Return the grid of the span kernels: spans, heads, and tiles of the longest span."""
+    """Return the launch grid of the span kernels: number of spans, heads, and tiles of `TILE`
+    tokens that cover the longest span.
+    """
     return len(layout.span_starts), heads, -(-layout.max_span // TILE)
 
 
@@ -231,8 +247,11 @@ def _load_span_rows(
     dim: constexpr,
     padded_dim: constexpr,
 ) -> tensor:
-    """Load tokens `i`, counted from `begin`, of one head, [len(i), padded_dim], from a matrix whose
-    rows are `width` elements apart; zeros from token `length` and column `dim` on.
+    """Load tokens `i`, counted from the span's first token `begin`, of one head, [len(i),
+    padded_dim].
+
+    `base` points to the head's first column in a matrix whose rows (tokens) are `width` elements
+    apart. Elements are zero from token `length` (of the span) and from column `dim` on.
     """
     d = tl.arange(0, padded_dim)[None, :]
     pointers = base + (begin + i).to(tl.int64)[:, None] * width + d
@@ -250,10 +269,12 @@ def _apply_dropout(
     has_dropout: constexpr,
 ) -> tensor:
     """Return `p` [queries, keys] after dropout, or unchanged without `has_dropout`: each element is
-    zero or divided by 1 - dropout, by Philox random numbers (`tl.rand`) of seed, query and key.
+    zero with probability `dropout`, otherwise divided by 1 - dropout, by Philox random numbers
+    (`tl.rand`).
 
-    `query` numbers tokens and heads, `key` the tokens of a span; the same numbers drop the same
-    elements in the backward pass.
+    The random number is that of `seed` (with the site added) and of query · longest + key: `query`
+    is token · heads + head, `key` the number of the token in its span, `longest` the length of the
+    longest span. The backward pass drops the same elements by the same numbers.
     """
     if has_dropout:
         random = tl.rand(seed, query[:, None] * longest + key[None, :])
@@ -343,8 +364,13 @@ def _compute_span_gradients(
     has_dropout: constexpr,
     heads: constexpr,
 ) -> tuple[tensor, tensor]:
-    """Return, for queries `i` and keys `j` of a span, the probabilities after dropout and the
-    gradients of the logits, p (dropout(g vᵀ) - dot) / sqrt(D).
+    """Return, for queries `i` and keys `j` of a span (numbers in the span), two fp32 tiles
+    [queries, keys]: the probabilities after dropout, and the gradients of the logits, p (dropout(g
+    vᵀ) - dot) / sqrt(D).
+
+    `q` and `g` (gradient of the output) are [queries, dim], `k` and `v` [keys, dim]; `lse` is the
+    natural log-sum-exp of the whole softmax (context and span), `dot` rowsum(grad · out), `factor`
+    1 / sqrt(D), `seed` the seed plus site. Keys after the query give zeros.
     """
     s = tl.dot(q, tl.trans(k)) * factor
     p = tl.where(j[None, :] <= i[:, None], tl.exp(tl.minimum(s - lse[:, None], 0.0)), 0.0)
@@ -383,9 +409,10 @@ def _attend_spans_backward(
         dot = rowsum(grad · out);  ds = p (dropout(grad vᵀ) - dot) / sqrt(D)
         dq += ds k;  dk = dsᵀ q;  dv = dropout(p)ᵀ grad
 
-    `grad`, `out` and `dq` are [tokens, heads, dim], where `dq` already holds the gradient by the
-    context's keys; `qkv_grad` is [tokens, 3, heads, dim], of which keys and values are written. The
-    rest is as in `_attend_spans`. Equals autograd's gradient of this part of the attention.
+    `grad`, `out` and `dq` are contiguous [tokens, heads, dim], where `dq` already holds the
+    gradient by the context's keys; `qkv_grad` is [tokens, 3, heads, dim], of which keys and values
+    are written. The rest, and what a program has, is as in `_attend_spans`. Equals autograd's
+    gradient of this part of the attention.
     """
     head, index = tl.program_id(1), tl.program_id(2)
     begin, length = tl.load(starts + tl.program_id(0)), tl.load(lengths + tl.program_id(0))

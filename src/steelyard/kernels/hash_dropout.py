@@ -12,8 +12,8 @@ from steelyard.kernels.jit import constexpr, jit_without_specializing, tensor, t
 
 @jit_without_specializing()
 def _hash32(x: tensor) -> tensor:
-    """Hash 32-bit integers to 32-bit integers by two multiplications; constants from "Hash
-    Prospector" (C. Wellons 2018).
+    """Return a 32-bit hash of each uint32 integer by shifts and two multiplications; constants from
+    "Hash Prospector" (C. Wellons 2018).
     """
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B

@@ -22,8 +22,9 @@ TILE = 4096  # elements of one operand that a program loads at a time
 
 
 def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, queries: int) -> Tensor:
-    """Return a copy of `qkv` with each query head normed with `q_weight` and each key head with
-    `k_weight` ([D] both); `queries` is the number of query heads of a key group.
+    """Return a copy of `qkv` [tokens, groups · (queries + 2) · D] with the RMSNorm of each query
+    head, times `q_weight`, and of each key head, times `k_weight` ([D] both); values are unchanged.
+    `queries` is the number of query heads of a key group.
     """
     grouped = qkv.unflatten(-1, (-1, queries + 2, len(q_weight)))  # type: ignore[no-untyped-call]
     wide = _widen_to_fp32(grouped[:, :, :-1])
@@ -36,8 +37,9 @@ def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, quer
 def norm_heads_backward(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, grad: Tensor, eps: float, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `qkv`, `q_weight` and `k_weight`, from the input `qkv` of
-    `norm_heads` and the gradient of its result.
+    """Return the gradients of `qkv`, `q_weight` and `k_weight`, each in its tensor's shape and
+    type, from the input `qkv` of `norm_heads` and `grad`, the gradient of its result; the values'
+    part of `grad` is passed on unchanged.
     """
     grouped, grads = (x.unflatten(-1, (-1, queries + 2, len(q_weight))) for x in (qkv, grad))  # type: ignore[no-untyped-call]
     wide, slope = _widen_to_fp32(grouped[:, :, :-1]), _widen_to_fp32(grads[:, :, :-1])
@@ -85,8 +87,8 @@ def triton_norm_heads(
 def triton_norm_heads_backward(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, grad: Tensor, eps: float, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `norm_heads_backward` by one kernel and a sum over its programs' partial weight
-    gradients.
+    """Compute `norm_heads_backward` by one kernel, followed by a sum of its programs' partial
+    weight gradients in torch.
     """
     qkv, grad = qkv.contiguous(), grad.contiguous()
     back = torch.empty_like(qkv)

@@ -26,9 +26,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def split_rotated_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rotated queries [T, H, D], rotated keys [T, G, D] and values [T, G, D] as new tensors.
+    """Return rotated queries [T, H, D], rotated keys [T, G, D] and values [T, G, D] of `qkv` [T, G
+    · (queries + 2) · D], as new tensors.
 
-    `queries` is the number of query heads of a key group; cos and sin are [T, 1, D/2].
+    `queries` is the number of query heads of a key group, H = G · queries; cos and sin are [T, 1,
+    D/2].
     """
     grouped = qkv.unflatten(-1, (-1, queries + 2, 2 * cos.shape[-1]))  # type: ignore[no-untyped-call]
     q = rotate(grouped[:, :, :-2].flatten(1, 2), cos, sin)
@@ -38,8 +40,8 @@ def split_rotated_heads(
 def rotate_heads_in_place(
     qkv: Tensor, cos: Tensor, sin: Tensor, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate queries and keys inside `qkv`, in place, and return views of it: queries [T, G, H / G,
-    D], keys and values [T, G, D].
+    """Rotate queries and keys inside `qkv` [T, G · (queries + 2) · D], in place, and return views
+    of it: queries [T, G, queries, D], keys and values [T, G, D].
 
     `queries` is the number of query heads of a key group; cos and sin are [T, 1, D/2].
     """
@@ -51,8 +53,9 @@ def rotate_heads_in_place(
 def split_rotated_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Return the gradient of `qkv` [T, G · (queries + 2) · D] from the gradients of rotated
-    queries, rotated keys and values: `q` and `k` are rotated back.
+    """Return the gradient of `qkv` [T, G · (queries + 2) · D] from the gradients `q` [T, H, D] of
+    rotated queries, `k` of rotated keys and `v` of values ([T, G, D] both): `q` and `k` are rotated
+    back, `v` is copied.
     """
     grouped = rotate(q, cos, -sin).unflatten(1, (k.shape[1], -1))  # type: ignore[no-untyped-call]
     return torch.cat((grouped, rotate(k, cos, -sin)[:, :, None], v[:, :, None]), dim=2).flatten(1)
@@ -86,7 +89,7 @@ def triton_rotate_heads_in_place(
 def triton_split_rotated_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Compute `split_rotated_heads_backward` by one kernel."""
+    """Compute `split_rotated_heads_backward` by one kernel. `cos` and `sin` are contiguous."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = k.new_empty(len(k), q[0].numel() + 2 * k[0].numel())
     _launch_rotate(out, q, k, v, cos, sin, False)

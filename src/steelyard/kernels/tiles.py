@@ -25,8 +25,9 @@ def _find_descriptor_maker(device: torch.device) -> Callable[[Tensor, list[int]]
     """Return Triton's function that makes a tensor descriptor from a tensor and a tile shape, or
     None if the device or the installed Triton has no tensor descriptors.
 
-    It needs Triton, an NVIDIA GPU of compute capability 9.0 or later (the current one is asked),
-    and Triton's module `tensor_descriptor`. Cached by device.
+    It needs Triton for `device`, an NVIDIA GPU of compute capability 9.0 or later (that of the
+    current device is read, not that of `device`), and Triton's module `tensor_descriptor`. Cached
+    by device.
     """
     if not has_triton(device):
         return None
@@ -51,10 +52,10 @@ def has_descriptors(device: torch.device) -> bool:
 
 def make_tile_sources(rows: int, *tensors: Tensor) -> list[Any]:
     """Return, for each tensor [tokens, heads, D], the kernel argument from which `read_tile` loads
-    `rows` tokens of one head at a time.
+    `rows` tokens of one head at a time, in the same order.
 
     That is a tensor descriptor with tiles [rows, D] if the device of the first tensor has them,
-    otherwise the tensor itself.
+    otherwise the tensor itself. The last dimension must be contiguous.
     """
     describe = _find_descriptor_maker(tensors[0].device)
     return [

@@ -35,7 +35,9 @@ def reduce_logits(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def triton_reduce_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Compute `reduce_logits` by a kernel, a program per row; no launch if there are no rows."""
+    """Compute `reduce_logits` by a kernel, a program per row; without rows nothing is launched and
+    the result is [4, 0]. Rows of `logits` may be apart in memory, columns not.
+    """
     rows, width = logits.shape
     out = logits.new_empty(4, rows, dtype=torch.float32)
     if rows:

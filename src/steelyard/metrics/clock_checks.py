@@ -31,7 +31,7 @@ REPORTED_ROUNDING_S = 5e-5  # programs report tenths of a millisecond; half of o
 
 @dataclass(frozen=True)
 class ClockPair:
-    """Two measurements of one time interval.
+    """Two measurements of one time interval, made by `_compare_clocks` or `_compare_reported`.
 
     `excess_s` is by how many seconds they differ beyond what is allowed; at most 0 if they agree.
     `values` fill the message of the check.
@@ -44,9 +44,11 @@ class ClockPair:
 def _compare_clocks(
     interval_name: Message, clock_name: str, host_s: float, other_s: float
 ) -> ClockPair:
-    """Compare the host's clock with another clock over the same interval.
+    """Return the pair of the host's clock and another clock over the same interval, in seconds, for
+    the check's message. `interval_name` says which interval it is.
 
-    0.5 % and 5 ms may differ, plus the resolution of a coarse clock (`clock_name`).
+    Allowed are 0.5 % of the longer time and 5 ms, plus 20 ms for the coarse clocks "uptime" and
+    "device" (`clock_name`).
     """
     allowed = (
         MAX_CLOCK_DIFFERENCE * max(host_s, other_s)
@@ -64,11 +66,12 @@ def _compare_clocks(
 
 
 def check_clocks_agree(record: Record, metrics: dict[str, Value]) -> list[Finding]:
-    """Validity rule: check that every clock a worker read counted the same seconds from its start
-    to its end, and the device's clock in every pass.
+    """Validity rule: check that every clock a rank read counted the same seconds as its monotonic
+    clock from its start to its end, and the device's clock the same as the host's in every pass.
 
-    Returns one check `clocks_agree` (reason `clock`) on the worst pair, which names libraries
-    preloaded into the run if it failed; nothing for older records, which have no such clocks.
+    Returns one check `clocks_agree` (reason `clock`) on the pair that differs most, which names
+    LD_PRELOAD and LD_AUDIT if it failed and they were set; empty for older records, which have no
+    such clocks. `metrics` is not used.
     """
     pairs = [*_pair_rank_clocks(record), *_pair_pass_clocks(record)]
     if not pairs:
@@ -97,11 +100,12 @@ def check_clocks_agree(record: Record, metrics: dict[str, Value]) -> list[Findin
 
 def check_reported_times(record: Record, metrics: dict[str, Value]) -> list[Finding]:
     """Validity rule: compare step times that an external program reported of itself with our own
-    measurements.
+    measurements; `metrics` is not used.
 
-    Returns nothing unless the record's clock is `reported`. Else check `reported`, on the times
-    between the program's output lines as they were read, over the whole pass and over the steady
-    window; a check for each device that it was in use; and a note.
+    Empty unless the record's clock is `reported`. Else check `reported` (reason `reported`), on the
+    time between the program's output lines as they were read, over the whole pass and over the
+    steady window, the worse of the two (passed if there are too few steps); a check
+    `reported_in_use` for each device that counts its processes; and always a note.
     """
     if record.clock != "reported":
         return []
@@ -126,11 +130,12 @@ def check_reported_times(record: Record, metrics: dict[str, Value]) -> list[Find
 
 
 def _compare_reported(part_name: Message, steps: list[Sample]) -> ClockPair | None:
-    """Compare the summed step times that a program reported with the times at which its output
-    lines were read; None if there are no steps after the first.
+    """Return the pair of the summed step times that a program reported and the summed times between
+    its output lines as they were read, for steps of one part of the pass; None if there are no
+    steps after step 0.
 
-    The first step is left out, because no line comes before it. 2 %, 0.1 s and rounding of each
-    reported time may differ.
+    Step 0 is left out, because no line comes before it. 2 % of the read time, 0.1 s and 0.05 ms for
+    each step may differ.
     """
     later_steps = [step for step in steps if step.step > 0]
     if not later_steps:
@@ -151,8 +156,8 @@ def _compare_reported(part_name: Message, steps: list[Sample]) -> ClockPair | No
 
 
 def _check_devices_in_use(record: Record) -> Iterator[Finding]:
-    """Yield a check for each train window and each device that counts its processes: at least one
-    process was seen on it during the pass.
+    """Yield, for each rank's window of pass `train` and each device that counts its processes in
+    it, a check `reported_in_use` (reason `reported`) that at least one process was seen on it.
     """
     for window in select_windows(record, REPORTED_PASS):
         for series in record.telemetry:

@@ -24,11 +24,12 @@ MEAN_METRICS = ("loss", "loss_before", "perplexity_last")  # means over all rows
 
 @dataclass(frozen=True)
 class ConformCheck:
-    """One quantity of both records, and whether it conforms.
+    """One quantity of two records compared, and whether it conforms: a row of `steelyard conform`.
 
-    `ours` is of engine torch. `apart` and `allowed` are shares: the relative difference, or the
-    share of answers that differ. `apart` is None if nothing could be compared, which does not
-    conform.
+    `what` names the quantity, such as "train counts". `ours` is the value of engine torch, `theirs`
+    that of the engine under test; both are texts for status and counts. `apart` and `allowed` are
+    shares: the relative difference, or the share of answers that differ. `apart` is None if nothing
+    could be compared, which does not conform.
     """
 
     case: str
@@ -45,22 +46,25 @@ class ConformCheck:
 
 
 def check_conformity(ours: Record, theirs: Record) -> list[ConformCheck]:
-    """Return one row for each compared quantity: status, counts, values of the first step, mean
-    losses, answers. `ours` is the record of engine torch.
+    """Return one row for each compared quantity, in this order: status, counts of each pass, values
+    of the first step, mean losses, answers of each pass. `ours` is the record of engine torch,
+    `theirs` of the engine under test. Nothing is raised if they differ.
     """
     return [row for rows in CHECKS for row in rows(ours, theirs)]
 
 
 def _relative_difference(ours: float | None, theirs: float | None) -> float | None:
-    """Return the difference as a share of ours; None if one of them is unknown."""
+    """Return the absolute difference of two numbers as a share of ours (of at least 1e-30); None if
+    one of them is unknown.
+    """
     if ours is None or theirs is None:
         return None
     return abs(theirs - ours) / max(abs(ours), 1e-30)
 
 
 def _check_status(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
-    """Yield whether both runs are valid; a run that is not valid shows nothing. The values are
-    status and reason codes.
+    """Yield one row "status", which conforms only if both runs are valid (else `apart` is None);
+    its values are texts of status and reason codes.
     """
     our_text, their_text = (
         " ".join([record.status, *(reason.code for reason in record.reasons)])
@@ -73,8 +77,9 @@ def _check_status(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
 
 
 def _check_counts(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
-    """Yield for each pass of our record whether all counts (tokens, samples, ...) are equal. The
-    values are the counts, joined by spaces; "/" is a missing one.
+    """Yield for each pass of our record a row "PASS counts", which conforms only if all counts
+    (tokens, samples, logits, pairs, square), summed over replicas, are equal. The values are the
+    counts, joined by spaces; "/" is a missing one.
     """
     for pass_name in dict.fromkeys(window.pass_name for window in ours.passes):
         our_text, their_text = (
@@ -92,8 +97,12 @@ def _check_counts(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
 
 
 def _check_first_step(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
-    """Yield each value (loss, gradient norm) of rank 0's first working step in the headline pass of
-    training; nothing in scoring.
+    """Yield a row "step 1 NAME" for each value that the kind of work records (loss, gradient norm
+    in training; none in scoring), of rank 0's first working step in the headline pass; a value that
+    is missing or not finite does not conform.
+
+    The allowed relative difference depends on the precision of the matmuls and is 0 for an unknown
+    one.
     """
     kind, precision = ours.task.kind_row, ours.question.precision.matmul
     for key in kind.step_values:
@@ -116,7 +125,10 @@ def _check_first_step(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
 
 
 def _check_mean_metrics(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
-    """Yield each of the metrics in `MEAN_METRICS` that our record has."""
+    """Yield a row for each metric of `MEAN_METRICS` that our record has a value for; it does not
+    conform if their record has none. The allowed relative difference is that of a loss in the
+    precision of the matmuls.
+    """
     precision = ours.question.precision.matmul
     for metric_name in MEAN_METRICS:
         our_metric, their_metric = ours.metrics.get(metric_name), theirs.metrics.get(metric_name)
@@ -133,8 +145,9 @@ def _check_mean_metrics(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
 
 
 def _check_answers(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
-    """Yield for each pass of our record the share of answers that differ; nothing if the task does
-    not define agreement.
+    """Yield for each pass of our record's outputs a row "PASS answers" with the share of answers
+    that are equal (`theirs`; `ours` is 1.0) and that differ (`apart`); nothing if the task does not
+    define agreement.
 
     The answers of both records are put into one table, as if they were two passes of one run. If
     their record lacks the pass, `apart` is None and the row does not conform.

@@ -42,7 +42,7 @@ MIN_COUNTED_SHARE = 0.9
 @dataclass(frozen=True)
 class ContentionShare:
     """The share (0 to 1) of the cores that the run may use which other processes took, over
-    `time_s` seconds between two readings.
+    `time_s` seconds between two readings; from `measure_contention`.
 
     A value of None is unknown; `why` then says why.
     """
@@ -53,21 +53,22 @@ class ContentionShare:
 
 
 def find_contention_limits(accelerator: str | None) -> ContentionLimits:
-    """Return the limits for an accelerator by name: strict ones if the CPU itself is the device,
-    else wide ones, also for an unknown name and None.
+    """Return the limits on others' share of the cores for an accelerator by name:
+    `CPU_IS_DEVICE_LIMITS` (note above 3 %, invalid above 10 %) if the CPU itself is the device,
+    else `CPU_SERVES_DEVICE_LIMITS` (25 % and 75 %), also for an unknown name and None.
     """
     row = accelerators.load_accelerators().get(accelerator or "")
     return CPU_IS_DEVICE_LIMITS if row is not None and row.is_host else CPU_SERVES_DEVICE_LIMITS
 
 
 def measure_contention(load: CpuLoad, begin_s: float, end_s: float) -> ContentionShare:
-    """Return the share of the run's cores that other processes took in a time range.
+    """Return the share (0 to 1) of the run's cores that other processes took in a time range.
 
-    The range, on the timeline of the readings (seconds), is widened to the last reading before it
-    and the first after it. Cores that a quota keeps from the run are free for others; CPU time of
-    the quota's control group beyond the run's own counts too. The value is None if a reading is
-    missing on either side, or if the host counts less than 90 % of the CPU time that the run itself
-    used.
+    The range, in seconds on the timeline of the readings, is widened to the last reading before it
+    and the first after it. Others' time is the cores' busy time less the run's own, less what fits
+    on cores that a quota keeps from the run; or, if more, the CPU time of the quota's control group
+    beyond the run's own. The value is None, with the reason, if a reading is missing on either
+    side, or if the host counts less than 90 % of the CPU time that the run itself used.
     """
     before_index, after_index = bisect_right(load.t_s, begin_s) - 1, bisect_left(load.t_s, end_s)
     if before_index < 0 or after_index >= len(load.t_s):
@@ -91,8 +92,8 @@ def measure_contention(load: CpuLoad, begin_s: float, end_s: float) -> Contentio
 
 
 def _measure_hosts(record: Record) -> Iterator[tuple[str, CpuLoad, ContentionShare]]:
-    """Yield (host name, its CPU load, share that others took) for each host, over the span that
-    rates are taken from.
+    """Yield (host name, its CPU readings, share that others took) for each host, from the first
+    begin to the last end of its ranks in the span that rates are taken over.
 
     Hosts without CPU readings, or without a rank in the span, are left out.
     """
@@ -109,8 +110,9 @@ def _measure_hosts(record: Record) -> Iterator[tuple[str, CpuLoad, ContentionSha
 
 
 def is_busy(record: Record) -> bool:
-    """Return whether other processes are known to have taken more of a host's cores than
-    `invalid_above`, in a run of any size.
+    """Return whether on any host other processes are known to have taken a larger share of the
+    run's cores than `invalid_above` of its accelerator, in a run of any size; False if it is
+    unknown.
     """
     max_share = find_contention_limits(record.environment.hardware.accelerator).invalid_above
     return any(
@@ -120,11 +122,12 @@ def is_busy(record: Record) -> bool:
 
 
 def check_contention(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
-    """Validity rule: check on each host that others took no more of its cores than allowed, over
-    the span that rates are taken from.
+    """Validity rule: yield for each host a check `quiet` (reason `busy`) that others took at most
+    the share `invalid_above` of the run's cores, over the span that rates are taken over; with a
+    note if it is above `note_above`.
 
-    Yields check `quiet` with reason `busy`, a note if the share is worth one, and only a note if it
-    is unknown. Size smoke, which measures nothing, gets notes but no check.
+    If the share is unknown, only a note. Size smoke, which measures nothing, gets notes but no
+    check. `metrics` is not used.
     """
     contention_limits = find_contention_limits(record.environment.hardware.accelerator)
     for host_name, load, taken in _measure_hosts(record):

@@ -13,7 +13,8 @@ Reading = TypeVar("Reading")
 
 
 def select_readings(series: TelemetrySeries, start_s: float, end_s: float) -> TelemetrySeries:
-    """Return a copy of the series with only the readings from `start_s` to `end_s`, both included.
+    """Return a copy of a device's telemetry series with only the readings from `start_s` to
+    `end_s`, both included, in all columns.
 
     Columns that the record leaves out stay left out.
     """
@@ -36,11 +37,11 @@ def find_peak_memory_bytes(series: TelemetrySeries) -> int | None:
 
 
 def count_energy_j(series: TelemetrySeries, start_s: float, end_s: float) -> float | None:
-    """Return how many joules the energy counter rose by between the two times.
+    """Return how many joules a device's energy counter rose by between the two times.
 
     The counter is interpolated linearly at both ends. None if fewer than two readings lie inside
-    the range, or an end is before the first or after the last reading. Negative if the counter was
-    reset.
+    the range (ends included), or an end is before the first or after the last reading. Negative if
+    the counter was reset.
     """
     columns = series.columns
     points = [
@@ -55,8 +56,9 @@ def count_energy_j(series: TelemetrySeries, start_s: float, end_s: float) -> flo
 
 
 def interpolate(points: list[tuple[float, float]], t_s: float) -> float | None:
-    """Return the value at `t_s`, linearly interpolated between (time, value) points sorted by time;
-    None before the first point and after the last.
+    """Return the value at `t_s`, linearly interpolated between (time, value) points sorted by time,
+    or that of a point at exactly this time; None before the first point and after the last, and
+    without points.
     """
     right = bisect_left(points, t_s, key=lambda point: point[0])
     if right == len(points):
@@ -71,11 +73,11 @@ def interpolate(points: list[tuple[float, float]], t_s: float) -> float | None:
 
 
 def find_slowdown_shares(series: TelemetrySeries, start_s: float, end_s: float) -> dict[str, float]:
-    """Return each clock slowdown reason seen between the two times, with the share (0 to 1) of
-    readings in which it was active.
+    """Return each reason for a low clock that a device showed between the two times, sorted by
+    name, with the share (0 to 1) of readings in which it was active.
 
-    Readings without reasons information are not counted. Empty if no reason was active or the
-    device reports none.
+    Readings that do not tell reasons are not counted. Empty if no reason was active or the device
+    reports none.
     """
     known_reasons = _drop_none(select_readings(series, start_s, end_s).columns.reasons)
     names = sorted({name for reasons in known_reasons for name in reasons})
@@ -88,11 +90,11 @@ def find_slowdown_shares(series: TelemetrySeries, start_s: float, end_s: float) 
 def has_foreign_processes(
     series: TelemetrySeries, start_s: float, end_s: float, workers: int = 1
 ) -> bool | None:
-    """Return whether the device ever had more compute processes than this run's `workers` between
-    the two times.
+    """Return whether the device ever had more compute processes than this run's `workers` on it
+    between the two times.
 
-    Only counts are compared, because a process namespace may hide or rename processes. None if the
-    device does not count processes, or never shows even the run's own.
+    Only counts are compared, because a process namespace may hide or rename processes. None
+    (unknown) if the device does not count processes, or never shows as many as the run's own.
     """
     max_processes = max(
         _drop_none(select_readings(series, start_s, end_s).columns.processes), default=0

@@ -40,11 +40,10 @@ class DeviceEnergy:
 
 
 def energy(record: Record, ranks: Collection[int] | None = None) -> Result:
-    """Return the joules that devices used in the span that rates are taken over: of all ranks, or
-    only of `ranks`.
+    """Return the joules that devices used in the span that rates are taken over: those of all
+    ranks, or only of `ranks`; a device that ranks share counts once (from formulas version 2 on).
 
-    None if the energy of one device is unknown. From formulas version 2 on, a device that ranks
-    share counts once.
+    Without a value if there is no span or the energy of one device is unknown.
     """
     rate_span = find_rate_span(record)
     if rate_span is None or not rate_span.bounds:
@@ -60,11 +59,11 @@ def energy(record: Record, ranks: Collection[int] | None = None) -> Result:
 
 
 def _sum_counters_v1(record: Record, windows: dict[int, TimeRange], rate_span: RateSpan) -> Result:
-    """Return the energy by version 1 of the formulas: the sum of the energy counters of the ranks'
-    devices.
+    """Return the joules by version 1 of the formulas: the sum of the energy counters of the ranks'
+    devices, without a check for resets; a device that ranks share counts for each of them.
 
-    `windows` are begin and end seconds by rank. A device that ranks share counts for each of them.
-    None if one counter cannot be read.
+    `windows` are (begin, end) seconds by rank. Of `rate_span` only the note is used. Without a
+    value if one counter cannot be read.
     """
     total_j = 0.0
     for rank, (begin, end) in windows.items():
@@ -77,11 +76,12 @@ def _sum_counters_v1(record: Record, windows: dict[int, TimeRange], rate_span: R
 
 
 def _sum_devices(record: Record, windows: dict[int, TimeRange], rate_span: RateSpan) -> Result:
-    """Return the energy from version 2 of the formulas on: the sum over devices.
+    """Return the joules by version 2 of the formulas and later: the sum over devices.
 
-    `windows` are begin and end seconds by rank. A device that several ranks share counts once, from
-    the first rank's begin to the last one's end. None if a rank has no telemetry or a device's
-    energy is unknown. The note says if power was integrated.
+    `windows` are (begin, end) seconds by rank. A device that several ranks share counts once, from
+    the first rank's begin to the last one's end. Without a value if a rank has no telemetry or a
+    device's energy is unknown. The note is that of `rate_span`, of which nothing else is used, and
+    says if power was integrated.
     """
     device_windows: dict[tuple[str | None, str], tuple[TelemetrySeries, float, float]] = {}
     for rank, (begin, end) in windows.items():
@@ -116,12 +116,13 @@ def _sum_devices(record: Record, windows: dict[int, TimeRange], rate_span: RateS
 
 
 def measure_device_energy(series: TelemetrySeries, begin_s: float, end_s: float) -> DeviceEnergy:
-    """Return the energy of one device between two times: from its energy counter, else by
-    integrating power with the trapezoidal rule.
+    """Return the energy of one device between two times, in joules: the difference of its energy
+    counter, if that has two readings inside and covers both ends, else the integral of power by the
+    trapezoidal rule, with the number of readings integrated.
 
-    A counter that fell was reset and is not used. Power is interpolated at both ends. `joules` is
-    None, with the reason, if there is no power reading, none before `begin_s` or none after
-    `end_s`, fewer than two inside, or a gap of over three sampling periods.
+    Both are interpolated at the ends. A counter that is lower at the end was reset and is not used.
+    `joules` is None, with the reason, if there is no power reading, none up to `begin_s` or from
+    `end_s` on, fewer than two inside, or a gap of over three sampling periods.
     """
     counter_j = device_readings.count_energy_j(series, begin_s, end_s)
     if counter_j is not None and counter_j >= 0:  # a negative difference: the counter was reset
@@ -162,8 +163,9 @@ def measure_device_energy(series: TelemetrySeries, begin_s: float, end_s: float)
 
 
 def energy_per_count(record: Record, key: str) -> Result:
-    """Return joules per unit of the count `key` ("tokens" or "samples") in the same span; None if
-    either is unknown.
+    """Return joules per unit of the count `key` ("tokens" or "samples") in the span that rates are
+    taken over, all devices together; without a value if energy or count is unknown or the count is
+    0.
     """
     used_energy, rate_span = energy(record), find_rate_span(record)
     if used_energy.value is None or rate_span is None:
@@ -177,8 +179,8 @@ def energy_per_count(record: Record, key: str) -> Result:
 
 
 def count_per_joule(record: Record, key: str) -> Result:
-    """Return the count `key` ("tokens" or "samples") of the span per joule; None if either is
-    unknown, or the energy is 0.
+    """Return the count `key` ("tokens" or "samples") of the span that rates are taken over per
+    joule, all devices together; without a value if energy or count is unknown, or either is 0.
     """
     used_energy, rate_span = energy(record), find_rate_span(record)
     if used_energy.value is None or rate_span is None:

@@ -24,8 +24,8 @@ ENGINE_PARTS = (*ENGINE_REQUEST_PARTS, "key", "headline", "weights", "devices")
 
 @dataclass(frozen=True)
 class StepDifference:
-    """The largest absolute difference of a value over the steps that two runs have in common, and
-    the step of it, counted from 0.
+    """The largest absolute difference of a value (loss or gradient norm) over the training steps
+    that two runs have in common, and the step at which it is, counted from 0.
     """
 
     value: float
@@ -50,10 +50,11 @@ class AnswerDifferences:
 
 @dataclass(frozen=True)
 class EngineRuns:
-    """The finished runs of one engine in a group.
+    """The finished runs of one engine in a group, summarized against the base engine's.
 
     `answers` compares them with the base engine's first run. For the base itself these are its
-    other runs, which shows how far apart runs of one engine are; None if it ran once.
+    other runs, which shows how far apart runs of one engine are; None if it ran once. Rates and MFU
+    are those of valid runs only.
     """
 
     name: str
@@ -74,8 +75,9 @@ class EngineRuns:
 
     @property
     def invalid_rate(self) -> float | None:
-        """Return the mean rate of the runs that are not valid, which is shown and never compared;
-        None if one has no rate, or all are valid.
+        """Return the mean rate, of all devices together, of this engine's finished runs that are
+        not valid, which is shown and never compared; None if one of them has no rate, or all are
+        valid.
         """
         run_rates = [
             estimates.estimate_rate(item) for item in self.records if item.status != "valid"
@@ -112,8 +114,12 @@ class EngineGroup:
 
 
 def find_engine_groups(records: Iterable[Record]) -> list[EngineGroup]:
-    """Return the groups of finished, comparable records (equal in `ENGINE_PARTS`) that have at
-    least two engines.
+    """Return the groups of finished records that are equal in `ENGINE_PARTS` (case, question, plan,
+    requested tune, weights, devices, ...) and have at least two engines, in the order in which they
+    come.
+
+    Engines that have only failed runs of the same request (`ENGINE_REQUEST_PARTS`) are named in
+    `without`.
     """
     all_records = list(records)
     finished = (record for record in all_records if record.status != "failed")
@@ -138,8 +144,9 @@ def find_engine_groups(records: Iterable[Record]) -> list[EngineGroup]:
 
 
 def _make_engine_runs(group: list[Record], metric: str) -> tuple[EngineRuns, ...]:
-    """Return the runs of each engine: the base (torch, else the first record's engine) first, the
-    others in the order in which they came.
+    """Summarize the runs of each engine of a group against the base engine's, and return them: the
+    base (torch, else the first record's engine) first, the others in the order in which they came.
+    `metric` is the quality metric that is compared.
     """
     by_name = stats.group_by(group, lambda record: record.engine.name)
     names = sorted(by_name, key=lambda name: name != DEFAULT_ENGINE)
@@ -151,11 +158,12 @@ def _make_engine_runs(group: list[Record], metric: str) -> tuple[EngineRuns, ...
 def _summarize_engine(
     name: str, records: list[Record], base: list[Record], metric: str
 ) -> EngineRuns:
-    """Summarize the runs of one engine against the base engine's.
+    """Return the summary of one engine's runs against the base engine's (`base`, the same list
+    object for the base itself).
 
-    Rate, MFU and ratio are means over valid runs; quality is the mean over all, None if one lacks
-    it; memory is the highest of all. The ratio of the base is 1. Answers are compared with the
-    base's first record.
+    Rate and ratio of the mean rates are over valid runs that have one; MFU over valid runs and
+    quality (`metric`) over all are None if one lacks it; memory is the highest of all. The base's
+    ratio is 1; None if either has no rate. Answers are compared with the base's first record.
     """
     is_base = records is base
     valid, compared_records = _select_valid(records), records[1:] if is_base else records
@@ -201,8 +209,10 @@ def _select_valid(records: list[Record]) -> list[Record]:
 
 
 def compare_answers(base: Record, record: Record, metric: str) -> AnswerDifferences:
-    """Return how far a record's answers are from those of `base`; both must be of the same
-    question. `metric` names the quality metric.
+    """Return how far a record's answers are from those of `base`, as absolute differences; both
+    must be of the same question. `metric` names the quality metric.
+
+    A difference is None if either record lacks it, or the kind of work has no such value.
     """
     step_values = base.task.kind_row.step_values
     base_quality, record_quality = (
@@ -222,8 +232,9 @@ def compare_answers(base: Record, record: Record, metric: str) -> AnswerDifferen
 
 
 def _compare_choices(base: Record, record: Record) -> Differences | None:
-    """Return how many items of the headline pass were answered differently; None if the task does
-    not compare them, or a record has no answers.
+    """Return how many items of the base's headline pass were answered differently, as the task
+    counts them; None if the task does not compare answers, the base has no headline pass, or a
+    record has no answers.
     """
     differences, pass_name = base.task.differences, passes.find_headline_pass(base)
     base_answers, record_answers = base.answers, record.answers
@@ -236,11 +247,11 @@ def _compare_choices(base: Record, record: Record) -> Differences | None:
 def _find_largest_step_difference(
     base: Record, record: Record, value_name: str
 ) -> StepDifference | None:
-    """Return the largest difference of a step's value ("loss" or "grad_norm") over the steps that
-    both runs have.
+    """Return the largest absolute difference of a training step's value ("loss" or "grad_norm")
+    over the first steps that both runs have, and its step, counted from 0; of equal ones the first.
 
-    None if there are none, or the value is not finite in one of them. None also for a resumed run,
-    except for losses, which are known from the first step on.
+    None if there are no such steps, or the value is not finite in one of them. None also if either
+    run was resumed, except for losses, which are known from the first step on.
     """
     if value_name != "loss" and (base.restarts or record.restarts):
         return None
@@ -264,8 +275,8 @@ def _find_largest_step_difference(
 
 
 def merge_farthest(differences: list[AnswerDifferences]) -> AnswerDifferences:
-    """Return the largest of each difference over one or more runs; each is None if it is unknown
-    for one of them.
+    """Return the largest of each difference over the given runs; each is None if it is unknown for
+    one of them. Raises ValueError if the list is empty.
     """
     return AnswerDifferences(
         chosen=_merge_choices([item.chosen for item in differences]),
@@ -278,8 +289,9 @@ def merge_farthest(differences: list[AnswerDifferences]) -> AnswerDifferences:
 
 
 def _merge_choices(differences: list[Differences | None]) -> Differences | None:
-    """Return the differences of the run with most different answers, with the largest of the other
-    numbers over all runs; None if one is unknown.
+    """Return the items and differing answers of the run with most different answers, with the
+    largest `largest` and `tokens` over all runs (each None if unknown for one); None if one of the
+    runs has no differences. Raises ValueError if the list is empty.
     """
     worst = _max_if_all_known(differences, lambda item: item.other)
     if worst is None:
@@ -294,8 +306,8 @@ def _merge_choices(differences: list[Differences | None]) -> Differences | None:
 
 
 def _max_if_all_known(items: list[T | None], size_of: Callable[[T], float]) -> T | None:
-    """Return the item with the largest `size_of`; None if one of the items is None. Raises
-    ValueError if there are no items.
+    """Return the item with the largest `size_of`, the first of equal ones; None if one of the items
+    is None. Raises ValueError if there are no items.
     """
     known = [item for item in items if item is not None]
     return max(known, key=size_of) if len(known) == len(items) else None

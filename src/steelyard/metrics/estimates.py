@@ -25,7 +25,9 @@ IntervalSource = Literal["steps", "runs"]
 
 
 def list_device_names(record: Record) -> list[str]:
-    """Return the names of the devices of a run, on all hosts, each once and sorted."""
+    """Return the names of the devices of a run (such as "NVIDIA H200"), on all hosts, each once and
+    sorted.
+    """
     devices = [
         *record.environment.hardware.devices,
         *(device for host in record.hosts for device in host.devices),
@@ -42,16 +44,16 @@ def _identify_weights(record: Record) -> list[Any]:
 
 
 def _validity_limits(record: Record) -> list[Any]:
-    """Return [gate, max_interval]: what decides whether a run is valid, and can be changed with
-    `--set`.
+    """Return [gate as a dict or None, max_interval or None] of a record's case: what decides
+    whether a run is valid, and can be changed with `--set`.
     """
     case = record.case
     return [None if case.gate is None else case.gate.model_dump(mode="json"), case.max_interval]
 
 
 def _requested_tune(record: Record) -> dict[str, Any]:
-    """Return the tune as it was requested: values that were chosen automatically are "auto" again.
-    `parallel` is left out.
+    """Return the tune as it was requested, by field name: values that were chosen automatically
+    (`record.auto_tunes`) are "auto" again. `parallel` is left out, since the plan says it.
     """
     return {
         **record.tune.model_dump(mode="json", exclude={"parallel"}),
@@ -98,14 +100,16 @@ def make_group_key(record: Record, parts: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % confidence interval; an interval of None is unknown."""
+    """A number with its 95 % confidence interval (low, high); an interval of None is unknown.
+    `scale` multiplies both.
+    """
 
     value: float
     interval: Interval | None = None
 
     def scale(self, factor: float) -> "Estimate":
-        """Return a new estimate with value and interval multiplied by `factor`, which must be
-        positive.
+        """Return a new estimate with value and interval of this one multiplied by `factor`, which
+        must be positive.
         """
         interval = self.interval
         return Estimate(
@@ -120,7 +124,8 @@ def estimate_rate(record: Record, count_name: str | None = None) -> Estimate | N
     `count_name` is "tokens" or "samples"; None means what this record's rates count (`work_name`).
     It is the stored metric `tokens_per_device_s` times the number of devices, or `samples_per_s`:
     over the headline pass, in training over the steady window. None if the record has no such
-    value, or an absurd one; an interval that does not contain the value is dropped.
+    value, or one outside 1e-30 to 1e30; an interval that does not contain the value is dropped. The
+    record's status does not matter.
     """
     tokens = (count_name or work_name(record)) == "tokens"
     metric_name, devices = (
@@ -139,21 +144,20 @@ def estimate_rate(record: Record, count_name: str | None = None) -> Estimate | N
 def average_known_runs(
     estimates: Iterable[Estimate | None],
 ) -> tuple[Estimate | None, IntervalSource | None]:
-    """Return the mean of the estimates that are not None, and what its interval comes from; (None,
-    None) if there are none.
-
-    Intervals are those of `average_runs`.
+    """Return (mean of the estimates that are not None, what its interval comes from: "steps",
+    "runs" or None), as `average_runs` does; (None, None) if there are none.
     """
     known = [estimate for estimate in estimates if estimate is not None]
     return average_runs(known) if known else (None, None)
 
 
 def average_runs(estimates: Sequence[Estimate]) -> tuple[Estimate, IntervalSource | None]:
-    """Return the mean over one or more runs, and what its interval comes from.
+    """Return (arithmetic mean over one or more runs with its 95 % interval, what that interval
+    comes from).
 
     One run keeps its own interval ("steps"; None if it has none). Several get the interval of their
-    spread by Student's t ("runs"), because runs are independent and steps of one run are not. Its
-    lower end is cut at 0 unless a value is negative.
+    spread by Student's t ("runs"), because runs are independent and steps of one run are not; their
+    own intervals are ignored. Its lower end is cut at 0 unless a value is negative.
     """
     if len(estimates) == 1:
         return estimates[0], None if estimates[0].interval is None else "steps"
@@ -184,8 +188,8 @@ def divide_estimates(top: Estimate, bottom: Estimate) -> Estimate:
     """Return top / bottom of two independent, positive estimates, with an interval if both have
     one.
 
-    Relative errors add as squares, each end with the other's opposite end; the lower end is cut at
-    0.
+    Relative errors of opposite ends are added as squares: the lower end takes top's lower and
+    bottom's upper error, and is cut at 0.
     """
     value = top.value / bottom.value
     if top.interval is None or bottom.interval is None:
@@ -223,9 +227,9 @@ def get_metric_value(record: Record, metric_name: str) -> float | None:
 def choose_quality_metric(group: Sequence[Record]) -> str:
     """Return the name of the quality metric by which these runs are compared.
 
-    It is the case's quality metric (of the first record), unless no run has a value for it; then
-    the first metric of the training steps, `loss`, if the kind of work has one. `group` must not be
-    empty.
+    It is the quality metric of the first record (its gate's or its task's) if any of the runs has a
+    value for it; else the first metric of training steps, `loss`, if the kind of work has one.
+    `group` must not be empty.
     """
     case_metric = group[0].quality.metric
     if any(get_metric_value(record, case_metric) is not None for record in group):

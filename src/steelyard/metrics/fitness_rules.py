@@ -1,8 +1,8 @@
 """Judge whether a machine is fit to measure: one rule for each fact, such as clocks, temperature or
 free memory.
 
-Behind `steelyard check`: `run/machine_inspection.py` reads the facts, this module only judges them; it reads
-and sets nothing. Validity notes device settings in a record by the same rules.
+Behind `steelyard check`: `run/machine_inspection.py` reads the facts, this module only judges them;
+it reads and sets nothing. Validity notes device settings in a record by the same rules.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,10 +43,12 @@ SLOW_CLOCK_SOURCES = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "xen")
 
 @dataclass(frozen=True)
 class FitnessRow:
-    """The verdict on one fact of the machine, with advice.
+    """The verdict on one fact of the machine, with advice: a row of `steelyard check`, made by
+    `FitnessRule.judge`.
 
-    `found` says what was found, `step` what to do about it (None if the level is ok, or nothing is
-    known to help). `key` is the name under which an accelerator may bring advice of its own.
+    `name` names the fact, `found` says what was found, `level` is ok, warn, bad or unknown, `step`
+    is what to do about it (None if the level is ok, or nothing is known to help). `key` is the name
+    under which an accelerator may bring advice of its own.
     """
 
     key: str
@@ -58,11 +60,12 @@ class FitnessRow:
 
 @dataclass(frozen=True)
 class FitnessRule(Generic[Subject]):
-    """How one fact is judged.
+    """How one fact is judged; `judge` makes the row for a subject: a machine, a device or free
+    bytes.
 
-    `verdict` returns what was found about a subject (a machine, a device or free bytes) and its
-    level; None if it is unknown. `name` is the message code of the fact's name; what follows its
-    last dot is the row's key.
+    `verdict` returns (what was found, level), or None if the fact is unknown. `name` is the message
+    code of the fact's name; what follows its last dot is the row's key. `step` is the advice for
+    levels warn and bad.
     """
 
     name: str  # message code, such as fit.name.power
@@ -70,10 +73,11 @@ class FitnessRule(Generic[Subject]):
     step: Message | None = None  # advice for levels warn and bad
 
     def judge(self, subject: Subject, name_values: MessageValues | None = None) -> FitnessRow:
-        """Judge a subject and return the row; its level is "unknown" if the fact is not known, and
-        advice is added for warn and bad.
+        """Apply this fitness rule to a subject (a machine, a device or free bytes) and return its
+        `FitnessRow`.
 
-        `name_values` fill the template of the fact's name.
+        If the rule's verdict is None, the level is "unknown" and `found` says so. The rule's advice
+        is added for levels warn and bad only. `name_values` fill the template of the fact's name.
         """
         finding, level = self.verdict(subject) or (Message("fit.unknown"), "unknown")
         step = self.step if level in ("warn", "bad") else None
@@ -88,11 +92,13 @@ class FitnessRule(Generic[Subject]):
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """The facts of a machine that are judged; None is unknown.
+    """The facts of a machine that `judge_machine` judges, read by `run/machine_inspection.py`; None
+    is unknown.
 
     `host` has the state of the host and of each device, `steps` the accelerator's own advice by row
     key. `others` is the share of CPU cores that other processes take now, judged by
-    `contention_limits`.
+    `contention_limits`. `versions` are those of Python packages, by name; None: not installed.
+    `amx` says whether advertised matrix tiles of the CPU work; None: there are none.
     """
 
     accelerator: str
@@ -113,10 +119,11 @@ class MachineFacts:
 
 
 def judge_machine(machine: MachineFacts) -> list[FitnessRow]:
-    """Return a row for every rule, in display order: accelerator, each device, host, disks,
-    packages, AMX and kernel clock.
+    """Return the rows of all rules, in display order: accelerator, each device, host, disks,
+    packages, AMX and kernel clock. Nothing is read from the machine.
 
-    Advice of the accelerator replaces the general advice; rows that are ok have none.
+    Advice of the accelerator (`machine.steps`, by row key) replaces that of the rule in every row
+    that is not ok, unknown ones included; rows that are ok have none.
     """
     disks = [
         (free, Message(_DISK_MESSAGES[disk_name])) for disk_name, free in machine.free_bytes.items()
@@ -160,10 +167,10 @@ def make_json_rows(rows: list[FitnessRow]) -> list[dict[str, str | None]]:
 
 
 def note_device_settings(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
-    """Validity rule: yield a note for each device setting that was not at its default before the
-    run: lowered application clocks or power limit, ECC off, MIG on.
+    """Validity rule: yield a note for each setting of a device that was not at its default before
+    the run: a lowered application clock or power limit, ECC off, MIG on. No checks.
 
-    Records without host states get none.
+    Unknown settings, and hosts without a state in the record, yield nothing. `metrics` is not used.
     """
     for host in record.hosts:
         for device in host.state.devices if host.state is not None else []:
@@ -188,8 +195,9 @@ def _make_text_message(value: object) -> Message:
 
 
 def _judge_driver(machine: MachineFacts) -> FactVerdict | None:
-    """Judge the driver: bad if devices could not be found because of a problem, ok with its
-    version, ok if none is needed; None if it is needed and its version unknown.
+    """Judge the accelerator's driver: bad with the problem's text if devices could not be looked
+    for, else ok with its version, or ok if none is needed; None (unknown) if one is needed and its
+    version is not known.
     """
     if machine.problem is not None:
         return _make_text_message(machine.problem), "bad"
@@ -199,7 +207,9 @@ def _judge_driver(machine: MachineFacts) -> FactVerdict | None:
 
 
 def _judge_devices(machine: MachineFacts) -> FactVerdict:
-    """Judge the devices: bad if there are none, else ok with their number and names."""
+    """Judge the machine's devices: bad if there are none, else ok; the message has their number and
+    their names, each once.
+    """
     accelerator, device_names = machine.accelerator, tuple(dict.fromkeys(machine.devices))
     if not device_names:
         return Message("fit.devices.none", {"accelerator": accelerator}), "bad"
@@ -213,12 +223,16 @@ def _judge_devices(machine: MachineFacts) -> FactVerdict:
 
 
 def _judge_switch(is_on: bool | None, off_message: Message) -> FactVerdict | None:
-    """Judge a setting that should be on: ok, or warn with message `off`; None if it is unknown."""
+    """Judge a setting that should be on: ok with the message "on", or warn with `off_message`; None
+    if it is unknown (`is_on` is None).
+    """
     return None if is_on is None else (Message("fit.on"), "ok") if is_on else (off_message, "warn")
 
 
 def _judge_processes(device: DeviceState) -> FactVerdict | None:
-    """Judge the number of compute processes on a device: bad if there is any; None if unknown."""
+    """Judge the number of compute processes on a device: bad if there is any, ok for 0; None if the
+    device does not count them.
+    """
     count = device.processes
     return (
         None if count is None else (_make_text_message(count), _choose_level(count > 0, warn=False))
@@ -230,7 +244,7 @@ _CLOCK_MESSAGES = ("fit.clock.now", "fit.clock.most", "fit.clock.set", "fit.cloc
 
 def _judge_clocks(device: DeviceState) -> FactVerdict | None:
     """Judge a device's clocks (MHz): warn if its application clock is set below the default, else
-    ok. The message lists the known ones; None if none is known.
+    ok. The message lists those known of: clock now, maximum, set, default; None if none is known.
     """
     set_to, default = device.application_clock_mhz, device.application_clock_default_mhz
     known = (device.sm_clock_mhz, device.sm_clock_max_mhz, set_to, default)
@@ -248,8 +262,8 @@ def _judge_clocks(device: DeviceState) -> FactVerdict | None:
 
 
 def _judge_power(device: DeviceState) -> FactVerdict | None:
-    """Judge a device's power limit (W): warn if it is more than 1 % below the default, "unknown" if
-    there is no default; None if the limit is unknown.
+    """Judge a device's power limit (W): warn if it is more than 1 % below the default, else ok;
+    level "unknown" if the default is not known. None if the limit is unknown.
     """
     limit, default = device.power_limit_w, device.power_default_w
     if limit is None:
@@ -263,15 +277,18 @@ def _judge_power(device: DeviceState) -> FactVerdict | None:
 
 
 def _judge_mig(device: DeviceState) -> FactVerdict | None:
-    """Judge MIG mode: bad if it is on, ok if off; None if unknown."""
+    """Judge a device's MIG mode, its division into parts: bad if it is on, ok if off; None if
+    unknown.
+    """
     if device.mig is None:
         return None
     return (Message("fit.mig.on"), "bad") if device.mig else (Message("fit.off"), "ok")
 
 
 def _judge_slowdown(device: DeviceState) -> FactVerdict | None:
-    """Judge active clock slowdown reasons: bad if one of them would make a run invalid, else ok,
-    also if others are active; None if the device does not report reasons.
+    """Judge the reasons for a low clock that are active on a device: bad if one of them would make
+    a run invalid (`device.invalidating`), else ok. The message lists all active ones; None if the
+    device does not report reasons.
     """
     if device.reasons is None:
         return None
@@ -284,8 +301,9 @@ def _judge_slowdown(device: DeviceState) -> FactVerdict | None:
 
 
 def _judge_temperature(device: DeviceState) -> FactVerdict | None:
-    """Judge a device's temperature (°C): warn within 15 °C of its slowdown temperature, bad within
-    5 °C; without a known one, bad from 85 °C on. None if unknown.
+    """Judge a device's temperature (°C): warn from 15 °C below its slowdown temperature on, bad
+    from 5 °C below; if that is not known, bad from 85 °C on and never warn. None if the temperature
+    is unknown.
     """
     temperature_c, limit_c = device.temperature_c, device.slowdown_c
     if temperature_c is None:
@@ -306,9 +324,9 @@ def _show_number(value: int | None) -> FactVerdict | None:
 
 
 def _judge_load(machine: MachineFacts) -> FactVerdict:
-    """Judge the share of cores that other processes take, by the machine's contention limits: warn
-    above `note_above`, bad above `invalid_above`, "unknown" if not measured. The message adds the
-    load average, which is not judged.
+    """Judge the share of cores that other processes take: warn above the machine's limit
+    `note_above`, bad above `invalid_above`, level "unknown" with the reason if it was not measured.
+    The message adds the load average of a minute, if known, which is not judged.
     """
     load, taken, bounds = machine.host.load_1m, machine.others, machine.contention_limits
     average = None if load is None else Message("fit.load.average", {"load": load})
@@ -327,8 +345,8 @@ def _judge_load(machine: MachineFacts) -> FactVerdict:
 
 
 def _judge_cores(machine: MachineFacts) -> FactVerdict | None:
-    """Judge the cores that this process may use: warn if a CPU quota is below those that its
-    affinity allows; None if unknown.
+    """Judge the CPU cores that this process may use: warn if a CPU quota is below the number that
+    its affinity allows, else ok; None if the numbers of allowed or of all cores are unknown.
     """
     allowed, cores, quota = machine.host.allowed, machine.host.cores, machine.host.quota
     if allowed is None or cores is None:
@@ -340,8 +358,8 @@ def _judge_cores(machine: MachineFacts) -> FactVerdict | None:
 
 
 def _judge_governor(machine: MachineFacts) -> FactVerdict:
-    """Judge the CPU frequency governors: warn unless all are "performance", "unknown" if the host
-    shows none.
+    """Judge the CPU frequency governors in use: ok if "performance" is the only one, else warn;
+    level "unknown" if the host shows none.
     """
     names = machine.host.governors
     if not names:
@@ -350,7 +368,9 @@ def _judge_governor(machine: MachineFacts) -> FactVerdict:
 
 
 def _judge_swap(machine: MachineFacts) -> FactVerdict | None:
-    """Judge swap: warn if over 64 MiB are in use, else ok, also without swap; None if unknown."""
+    """Judge the host's swap: warn if more than 64 MiB are in use, else ok, also without swap; None
+    if its size or use is unknown.
+    """
     total_bytes, used_bytes = machine.host.swap_bytes, machine.host.swap_used_bytes
     if total_bytes is None or used_bytes is None:
         return None
@@ -363,7 +383,9 @@ def _judge_swap(machine: MachineFacts) -> FactVerdict | None:
 
 
 def _judge_memory(machine: MachineFacts) -> FactVerdict | None:
-    """Judge free host memory: warn below 50 % of all, bad below 10 %; None if unknown."""
+    """Judge the host's available memory: warn below 50 % of all memory, bad below 10 %, else ok;
+    None if either is unknown.
+    """
     total_bytes, free_bytes = machine.host.memory_bytes, machine.host.available_bytes
     if not total_bytes or free_bytes is None:
         return None
@@ -375,7 +397,9 @@ def _judge_memory(machine: MachineFacts) -> FactVerdict | None:
 
 
 def _judge_disk(free_bytes: int | None) -> FactVerdict | None:
-    """Judge the free bytes of a disk: warn below 10 GiB, bad below 1 GiB; None if unknown."""
+    """Judge the free bytes of the disk of a folder: warn below 10 GiB, bad below 1 GiB, else ok;
+    None if unknown.
+    """
     if free_bytes is None:
         return None
     return Message("fit.disk.free", {"free": free_bytes / GIB}), _choose_level(
@@ -390,10 +414,11 @@ _DISK_MESSAGES: dict[DiskPurpose, str] = {
 
 
 def _judge_package(machine: MachineFacts, package: str, version: str | None) -> FitnessRow:
-    """Return the row of a Python package: warn if it is not installed, else ok with its version.
+    """Return the row of a Python package of the accelerator, whose key is the package's name: warn
+    with advice to install it if `version` is None, else ok with its version.
 
-    `torch` is also judged by whether the driver supports the runtime that it was built for, if a
-    device reports that.
+    `torch` is judged by `_judge_torch` if a device reports the newest runtime that its driver
+    supports.
     """
     name = Message("fit.name.package", {"name": package})
     if version is None:
@@ -415,11 +440,11 @@ def _judge_package(machine: MachineFacts, package: str, version: str | None) -> 
 def _judge_torch(
     row: FitnessRow, version: str, built_runtime: str | None, driver_runtime: str
 ) -> FitnessRow:
-    """Return torch's row judged by its CUDA build (or the like) and the newest runtime that the
-    driver supports.
+    """Return a copy of torch's row, judged by the runtime (CUDA or the like) that torch was built
+    for and the newest that the driver supports, both dotted versions.
 
-    Bad if torch was built without that runtime or for a newer major version; warn for a newer minor
-    version, which still starts.
+    Bad if torch was built without one (`built_runtime` is None) or for a newer major version, warn
+    for a newer minor version, which still starts, else ok. `step` is set in every case.
     """
     if built_runtime is None:
         without = Message("fit.torch.without", {"version": version})
@@ -442,15 +467,17 @@ def _parse_version(version: str) -> tuple[int, ...]:
 
 
 def _judge_amx(machine: MachineFacts) -> FactVerdict:
-    """Judge the CPU's AMX: warn if it is there and broken, else ok, also without it."""
+    """Judge the CPU's matrix tiles (AMX): warn if it advertises them and they do not work, else ok;
+    `machine.amx` is None if it advertises none.
+    """
     if machine.amx is None:
         return Message("fit.amx.none"), "ok"
     return (Message("fit.amx.works"), "ok") if machine.amx else (Message("fit.amx.broken"), "warn")
 
 
 def _judge_clock_source(machine: MachineFacts) -> FactVerdict | None:
-    """Judge the kernel's clock source: ok if it is read without a system call, warn if it is slow,
-    "unknown" for other names; None if unknown.
+    """Judge the kernel's clock source by its name: ok if it is read without a system call, warn if
+    it is one of the slow ones, level "unknown" for other names; None if the name is not known.
     """
     source = machine.host.clock_source
     level: FitnessLevel = (

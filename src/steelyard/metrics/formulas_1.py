@@ -21,11 +21,11 @@ MIN_STEPS_TO_CUT_V1 = 10  # steps; with fewer at most the first step is cut
 def batch_means_interval(
     work: Sequence[float], time_s: Sequence[float]
 ) -> tuple[float, float] | None:
-    """Return the 95 % interval of total work over total time from batch means of consecutive steps
-    (at most 20 batches).
+    """Return the 95 % interval (low, high) of total work over total time, in work per second, from
+    the means of consecutive batches of steps (at most 20 batches, Student's t).
 
-    The unit is that of work per second. The upper end is infinite if the error exceeds the mean.
-    None for fewer than 5 steps, for no work or no time, or if a batch has no work.
+    `work` and `time_s` have one value for each step. The upper end is infinite if the error exceeds
+    the mean. None for fewer than 5 steps, for no work or no time, or if a batch has no work.
     """
     steps = len(work)
     total_work, total_time = fsum(work), fsum(time_s)
@@ -49,11 +49,12 @@ def batch_means_interval(
 
 
 def find_mser_cut(time_s: Sequence[float]) -> int:
-    """Return the step at which a run becomes steady by MSER-5 (White 1997): the cut, a multiple of
+    """Return how many steps to cut before a run is steady, by MSER-5 (White 1997): the multiple of
     5 steps, in the first half, that makes the standard error of the mean of the remaining steps
-    smallest.
+    smallest; of equal ones the least.
 
-    0 if no cut is better, or if there are too few steps.
+    `time_s` has one value for each step; a last group of fewer than 5 is ignored. 0 if no cut is
+    better, or with fewer than 20 steps.
     """
     group_steps = 5
     means = [
@@ -75,10 +76,11 @@ def find_mser_cut(time_s: Sequence[float]) -> int:
 
 
 def find_steady_start_v1(time_s: Sequence[float]) -> tuple[int, Message]:
-    """Return the index of the first step of the steady window, and a message on how it was found.
+    """Return (index of the first step of the steady window, message on how it was found), by
+    version 1 of the formulas.
 
-    `time_s` has one value for each step. MSER-5 from 10 steps on; with 3 to 9 steps only the first
-    is cut, with fewer none.
+    `time_s` has one value for each step. MSER-5 (`find_mser_cut`) from 10 steps on; with 3 to 9
+    steps only the first is cut, with fewer none.
     """
     if len(time_s) >= MIN_STEPS_TO_CUT_V1:
         return find_mser_cut(time_s), Message("steady.mser")

@@ -23,11 +23,11 @@ FORM_BY_UNIT = {"fraction": "percent", "share": "percent", "GiB": "gib", "s": "s
 
 
 def list_task_metrics(task: Task) -> list[Metric]:
-    """Return the metrics of a task in page order: shipped rates, the task's scores, other shipped
-    metrics, then those of installed packages.
+    """Return the metrics that a task has (`Metric.tasks`) in page order: shipped rates, the task's
+    scores, other shipped metrics, then those of installed packages.
 
-    Raises RequestError if an installed package names something that is not a `Metric` or cannot be
-    imported.
+    Raises RequestError if an installed package's entry point cannot be imported or is not a
+    `Metric`.
     """
     candidates = [
         *RATES,
@@ -39,8 +39,8 @@ def list_task_metrics(task: Task) -> list[Metric]:
 
 
 def _make_score_metric(score: Score) -> Metric:
-    """Return the metric of one of a task's scores; its formula reads the score from the record's
-    answers.
+    """Return the row of the metric table for one of a task's scores: its name, unit and texts are
+    the score's, its formula reads the score from the record's answers (`rates.task_score`).
     """
     formula = partial(rates.task_score, score_value=score.value, pass_name=score.of)
     return Metric(score.name, score.unit, score.better, formula, score.en, score.zh, score.form)
@@ -56,10 +56,11 @@ def derive_metrics(record: Record) -> dict[str, Value]:
 
 
 def make_record_values(record: Record, results_by_name: dict[str, Result]) -> dict[str, Value]:
-    """Convert results by metric name to the `Value`s that a record stores.
+    """Return results by metric name as the `Value`s that a record stores: value, unit, interval and
+    note.
 
-    Adds units and writes notes in the record's wording: as messages, or as English sentences in
-    older records. Raises KeyError for a name that the task does not have.
+    Notes are written in the record's wording: as messages, or as English sentences in older
+    records. Raises KeyError for a name that the record's task does not have.
     """
     units = {metric.name: metric.unit_of(record) for metric in list_task_metrics(record.task)}
     entries = [
@@ -73,9 +74,11 @@ def make_record_values(record: Record, results_by_name: dict[str, Result]) -> di
 
 
 def compute_results(record: Record) -> dict[str, Result]:
-    """Evaluate every formula of the record's task and return the results by metric name.
+    """Evaluate every formula of the record's task and return the results by metric name, in page
+    order; metrics without a formula are left out.
 
-    Notes are messages that are not yet in a language. Values that are not finite become None.
+    Notes are messages that are not yet in a language. Values that are not finite become None with a
+    note.
     """
     rows = [(metric.name, metric.formula) for metric in list_task_metrics(record.task)]
     return {
@@ -86,8 +89,8 @@ def compute_results(record: Record) -> dict[str, Result]:
 def _drop_not_finite(result: Result) -> Result:
     """Return the result with only finite numbers, because a record cannot store others.
 
-    A value that is NaN or infinite becomes None with a note; an interval with such an end is
-    dropped.
+    A value that is NaN or infinite becomes None, with a note that replaces the result's and without
+    interval; an interval with such an end is dropped and the value stays.
     """
     if result.value is not None and not isfinite(result.value):
         return Result(None, Message("metric.not_finite"))
@@ -98,9 +101,10 @@ def _drop_not_finite(result: Result) -> Result:
 def find_metric(metric_name: str, unit: str = "", task: Task | None = None) -> Metric:
     """Return the metric row of a name, never None.
 
-    It is looked for in this task's metrics first, so that titles are the task's, then in the
-    shipped rows, then in every other task. For an unknown name, such as one from a package that is
-    not installed, a row without formula and texts is made of the name and `unit`.
+    It is looked for in the metrics of `task` first, if given, so that titles are the task's, then
+    in the shipped rows, then in every other task. For an unknown name, such as one from a package
+    that is not installed, a row without formula and meaning is made of the name and `unit`, whose
+    form follows from the unit.
     """
     known = [
         *(list_task_metrics(task) if task else []),
@@ -121,8 +125,9 @@ def find_metric(metric_name: str, unit: str = "", task: Task | None = None) -> M
 
 
 def sort_metric_names(names: set[str]) -> list[str]:
-    """Return the names as a list in the order of the metric table; names that no shipped row or
-    task score has come last, alphabetically.
+    """Return the names as a list in the order of the metric table: shipped rates, scores of all
+    tasks, other shipped metrics; other names, such as those of installed packages, come last,
+    alphabetically.
     """
     all_metrics = [
         *RATES,

@@ -15,10 +15,10 @@ MAX_METRIC_VALUE = 1e30  # as for rates, so that squares stay finite
 
 @dataclass(frozen=True)
 class OverviewRow:
-    """Runs that were asked the same, as one row of means.
+    """Runs that were asked the same (repeats), as one row of means; made by `make_overview_rows`.
 
     Numbers are those of the valid runs; if none is valid, of those that finished. None is unknown.
-    `metric` names the quality.
+    `quality_metric` names the quality.
     """
 
     records: tuple[Record, ...]
@@ -41,7 +41,9 @@ class OverviewRow:
 
     @property
     def status(self) -> str:
-        """Return the best status of its runs: valid, else invalid, else failed."""
+        """Return the best status of the row's runs: "valid" if one is valid, else "invalid", else
+        "failed".
+        """
         statuses = {record.status for record in self.records}
         return next(status for status in ("valid", "invalid", "failed") if status in statuses)
 
@@ -59,7 +61,7 @@ class OverviewRow:
 @dataclass(frozen=True)
 class AcceleratorRatio:
     """The ratio of the rates per device of two accelerators' best valid rows on one question: `top`
-    over `base`, the slowest accelerator.
+    over `base`, which is the slowest accelerator's; made by `compare_accelerators`.
     """
 
     top: OverviewRow
@@ -68,7 +70,9 @@ class AcceleratorRatio:
 
 
 def make_overview_rows(records: Iterable[Record]) -> list[OverviewRow]:
-    """Return one row for each group of repeats, in the order in which they come."""
+    """Return one row for each group of runs that are equal in all `repeat_groups.REPEAT_PARTS`
+    (single runs too), in the order in which they come.
+    """
     groups = stats.group_by(
         records, lambda record: estimates.make_group_key(record, repeat_groups.REPEAT_PARTS)
     )
@@ -76,11 +80,10 @@ def make_overview_rows(records: Iterable[Record]) -> list[OverviewRow]:
 
 
 def _summarize_repeats(group: Sequence[Record]) -> OverviewRow:
-    """Summarize repeats: means of rate per device, MFU, energy per token and quality, and the
-    highest memory.
+    """Return one row of repeats: means of rate per device, MFU, energy per token and quality, each
+    over the runs that have it, and the highest memory; None if no run has it.
 
-    Valid runs count; if none is valid, all that did not fail. Quality is the mean over the runs
-    that have one.
+    Valid runs count; if none is valid, all that did not fail.
     """
     valid = [record for record in group if record.status == "valid"]
     counted_records = valid or [record for record in group if record.status != "failed"]
@@ -106,14 +109,16 @@ def _summarize_repeats(group: Sequence[Record]) -> OverviewRow:
 
 
 def _estimate_device_rate(record: Record) -> Estimate | None:
-    """Return the record's rate per device (tokens or samples per second); None if it has none."""
+    """Return the record's rate divided by its number of devices (tokens or samples per second of
+    wall time), with its interval; None if it has no rate.
+    """
     total_rate, devices = estimates.estimate_rate(record), record.plan.world
     return None if total_rate is None else total_rate.scale(1 / devices)
 
 
 def _estimate_mfu(record: Record) -> Estimate | None:
-    """Return the record's MFU; its interval is the rate's, scaled, because MFU is the rate times a
-    constant of the run. None if it has none.
+    """Return the record's stored MFU (a share); None if it has none. If it has no interval of its
+    own, it gets the rate's, scaled, because MFU is the rate times a constant of the run.
     """
     mfu_estimate, rate = _estimate_metric(record, "mfu"), estimates.estimate_rate(record)
     if mfu_estimate is None or mfu_estimate.interval is not None or rate is None:
@@ -122,7 +127,9 @@ def _estimate_mfu(record: Record) -> Estimate | None:
 
 
 def _estimate_metric(record: Record, metric_name: str) -> Estimate | None:
-    """Return a stored metric with its interval; None if it is unknown or absurdly large."""
+    """Return a stored metric with its interval; None if the record lacks it, its value is None, or
+    its size is 1e30 or more.
+    """
     stored = record.metrics.get(metric_name)
     if stored is None or stored.value is None or not abs(stored.value) < MAX_METRIC_VALUE:
         return None
@@ -130,8 +137,8 @@ def _estimate_metric(record: Record, metric_name: str) -> Estimate | None:
 
 
 def find_best_rows(candidates: Iterable[OverviewRow]) -> dict[str, OverviewRow]:
-    """Return the valid row with the highest rate per device by division, closed first; divisions
-    without one are left out.
+    """Return, by division, the row with a valid run that has the highest rate per device, division
+    closed first; divisions without one are left out.
     """
     by_division = stats.group_by(
         _select_rated(candidates), lambda row: row.first_record.case.division
@@ -141,10 +148,12 @@ def find_best_rows(candidates: Iterable[OverviewRow]) -> dict[str, OverviewRow]:
 
 
 def compare_accelerators(candidates: Iterable[OverviewRow]) -> list[AcceleratorRatio]:
-    """Return the ratios of accelerators to the slowest of them, fastest first, on one question.
+    """Return the ratio of each accelerator's best row to that of the slowest accelerator, by rate
+    per device, fastest first, on one question (key); the slowest itself is not listed.
 
-    It is the question that most accelerators answered validly; among equals a closed one, then the
-    one with the highest rate. Empty if no question has valid rows of two accelerators.
+    It is the question that most accelerators answered with valid runs; among equals one of division
+    closed, then the one with the highest rate. Empty if no question has valid rows of two
+    accelerators.
     """
     by_key = stats.group_by(_select_rated(candidates), lambda row: row.first_record.case.key)
     best_rows = max(

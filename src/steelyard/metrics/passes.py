@@ -26,9 +26,10 @@ class RateSpan:
     """The part of a run over which rates, FLOPs and energy are computed: the whole headline pass in
     scoring, its steady window in training.
 
-    `counts` are summed over replicas, `wall_s` is the slowest rank's. `compute_s` is None if the
-    engine does not separate compute time. `bounds` are in seconds from the start of the run. `note`
-    describes a steady window.
+    `counts` (tokens, samples, logits, ...) are summed over replicas, `wall_s` is the slowest
+    rank's. `compute_s` is None if the engine does not separate compute time. `bounds` are (begin,
+    end) by rank in seconds from the start of the run, `steps` the working steps by rank. `note`
+    describes a steady window; None for a whole pass.
     """
 
     counts: dict[str, int]
@@ -41,8 +42,8 @@ class RateSpan:
 
 
 def find_headline_pass(record: Record) -> str | None:
-    """Return the name of the pass that rates and quality come from: `train`, or `infer`, else
-    `val`; None if none of these ran.
+    """Return the name of the pass that rates and quality come from: the first of `Kind.headline`
+    that ran (`train` in training; `infer`, else `val`, in scoring); None if none of these ran.
     """
     passes_run = {window.pass_name for window in record.passes}
     return next((name for name in record.task.kind_row.headline if name in passes_run), None)
@@ -64,7 +65,8 @@ def select_samples(record: Record, pass_name: str) -> list[Sample]:
 
 
 def group_working_steps(record: Record, pass_name: str) -> dict[int, list[Sample]]:
-    """Return the samples of a pass that counted work, by rank.
+    """Return the samples of a pass that counted work (their `counts` are not empty), in lists by
+    rank, in the order of the record; ranks without any are left out.
 
     Other samples only evaluate, write a checkpoint or read answers back.
     """
@@ -75,14 +77,16 @@ def group_working_steps(record: Record, pass_name: str) -> dict[int, list[Sample
 
 
 def sum_counts(record: Record, pass_name: str) -> dict[str, int]:
-    """Return the counts of a pass (tokens, samples, logits, ...) summed over its samples, each
-    replica once; empty if there are none.
+    """Return the counts of a pass (tokens, samples, logits, padded, ...) summed over the samples of
+    the first rank of each replica, because the other ranks of a replica count the same work; empty
+    if there are none.
     """
     return _sum_sample_counts(record, select_samples(record, pass_name))
 
 
 def _sum_sample_counts(record: Record, selected: list[Sample]) -> dict[str, int]:
-    """Return the summed counts of these samples, of the first rank of each replica only.
+    """Return the counts of these samples by name (tokens, samples, ...), summed over those of the
+    first rank of each replica; other samples are skipped.
 
     Ranks that hold one model together, as a tensor-parallel group or as pipeline stages, count the
     same work.
@@ -111,18 +115,19 @@ def step_compute_s(sample: Sample) -> float | None:
 
 
 def compute_s(record: Record, pass_name: str) -> float | None:
-    """Return the compute time of a pass in seconds: each rank's working steps summed, of the rank
-    with the longest.
+    """Return the compute time of a pass in seconds (`step_compute_s`): summed over each rank's
+    working steps, of the rank with the longest.
 
-    None if the engine does not separate it in every step, or there are no working steps.
+    None if the engine does not mark `compute` in every step, or there are no working steps.
     """
     by_rank = _list_compute_times(group_working_steps(record, pass_name).values())
     return None if by_rank is None else max(map(fsum, by_rank), default=None)
 
 
 def _list_compute_times(groups: Iterable[Sequence[Sample]]) -> list[list[float]] | None:
-    """Return the compute time in seconds of each step, in the same groups; None if the engine does
-    not separate it in any one step.
+    """Return the compute time in seconds of each step (`step_compute_s`), in the same groups and
+    order; None if it is unknown for any step. A group is the steps of one rank, or one step of all
+    ranks.
     """
     times_by_group = [list(map(step_compute_s, steps)) for steps in groups]
     known = [[time_s for time_s in times if time_s is not None] for times in times_by_group]
@@ -130,10 +135,10 @@ def _list_compute_times(groups: Iterable[Sequence[Sample]]) -> list[list[float]]
 
 
 def find_rate_span(record: Record) -> RateSpan | None:
-    """Return the span that rates are taken over: the headline pass, or its steady window if the
-    kind of work (training) has one.
+    """Return the span that rates are taken over: the whole headline pass, or its steady window if
+    the kind of work has one (`Kind.steady`: training).
 
-    None if the headline pass did not run, or training has no working step.
+    None if no headline pass ran, or training has no working step.
     """
     pass_name = find_headline_pass(record)
     if pass_name is None:
@@ -146,7 +151,10 @@ def find_rate_span(record: Record) -> RateSpan | None:
 
 
 def _make_whole_span(record: Record, pass_name: str) -> RateSpan:
-    """Return the span of the whole pass; its wall time and rank are those of the slowest rank."""
+    """Return the span of the whole pass: `wall_s` and `slowest_rank` are those of the rank with the
+    longest wall time, `bounds` each rank's own window, `note` None. Raises ValueError if no rank
+    ran the pass.
+    """
     pass_windows = select_windows(record, pass_name)
     slowest = max(pass_windows, key=lambda window: window.wall_s)
     bounds = {
@@ -165,12 +173,12 @@ def _make_whole_span(record: Record, pass_name: str) -> RateSpan:
 
 def _make_steady_span(record: Record, pass_name: str) -> RateSpan | None:
     """Return the span of the steady window: from the first steady step to the last step that every
-    rank finished.
+    rank finished; None if there is no step.
 
     Time of evaluations and checkpoints between these steps is included. The first steady step is
-    found from the slowest rank's time in each step, by the record's version of the formulas. None
-    if there is no working step. Times that a program reported (clock `reported`) come from rank 0,
-    whose bounds then hold for all ranks.
+    found from the slowest rank's time in each step, from formulas version 2 on also from its
+    tokens. `bounds` lacks ranks that have no window of the pass. If times were reported by a
+    program (clock `reported`), rank 0's bounds hold for all ranks.
     """
     steps_by_rank = group_working_steps(record, pass_name)
     count = min(map(len, steps_by_rank.values()), default=0)
@@ -220,19 +228,22 @@ def _make_steady_span(record: Record, pass_name: str) -> RateSpan | None:
 
 def _sum_compute_by_step(window_steps: dict[int, list[Sample]]) -> float | None:
     """Return the sum over steps of the slowest rank's compute time in seconds, because ranks wait
-    for one another in every step; None if unknown in one step.
+    for one another in every step; None if it is unknown in one step.
+
+    `window_steps` has, by rank, the steps of the steady window, equally many for each rank;
+    ValueError if not.
     """
     by_step = _list_compute_times(zip(*window_steps.values(), strict=True))
     return None if by_step is None else fsum(map(max, by_step))
 
 
 def phases_per_step(record: Record) -> dict[str, float]:
-    """Return the mean seconds of a step by phase, on the slowest rank of the span; they add up to
-    the span's wall time over its steps.
+    """Return the mean seconds of a step by phase, on the slowest rank of the span that rates are
+    taken over; they add up to the span's wall time over its working steps.
 
-    Phases are in step order, with `other` last for time in no phase (at least 0). Time between
-    working steps, such as that of an evaluation, is divided among all steps. Empty if there is no
-    span.
+    Phases are in the order of a step, then `other` for time in no phase (at least 0). Phases of
+    other samples in the span, such as evaluations, are divided among all working steps. Empty if
+    there is no span or no step.
     """
     rate_span, name = find_rate_span(record), find_headline_pass(record)
     steps = rate_span.steps.get(rate_span.slowest_rank, []) if rate_span is not None else []
@@ -257,10 +268,9 @@ def phases_per_step(record: Record) -> dict[str, float]:
 
 
 def tokens_per_step(record: Record) -> float | None:
-    """Return the mean number of tokens in a step of the span, summed over replicas; None if it is
-    not known.
-
-    Times of steps of different sizes cannot be compared.
+    """Return the mean number of tokens in a working step of the span that rates are taken over, all
+    replicas together; None if there is no span, step or token. Step times can be compared only
+    between equal step sizes.
     """
     rate_span = find_rate_span(record)
     steps = rate_span.steps.get(rate_span.slowest_rank, []) if rate_span is not None else []

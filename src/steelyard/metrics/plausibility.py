@@ -32,11 +32,13 @@ MAX_OUTSIDE_S = 0.05  # too short to hide work in
 
 
 def check_drawn_counts(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
-    """Validity rule: check for each pass that samples count exactly the work of the rows that were
-    drawn for it.
+    """Validity rule: yield for each pass in `record.drawn` a check `drawn_PASS` (reason `tokens`)
+    that samples count the work of the rows that were drawn for it; a failed one names the first
+    difference.
 
-    Counts are compared for the whole pass, and for each step's global batch in training. Yields
-    check `drawn_PASS` with reason `tokens`; nothing for records that did not count what was drawn.
+    Counts (tokens, samples, logits, pairs, square) are compared for the whole pass, in training for
+    each step's global batch. In division open with shared prefixes some may be fewer. Nothing for
+    records that did not count what was drawn. `metrics` is not used.
     """
     for pass_name, drawn_counts in record.drawn.items():
         step_counts = (
@@ -56,7 +58,10 @@ def check_drawn_counts(record: Record, metrics: dict[str, Value]) -> Iterator[Fi
 
 
 def _count_by_step(record: Record, pass_name: str) -> list[dict[str, int]]:
-    """Return the counts of each step of a pass, summed over replicas (the first rank of each)."""
+    """Return the counts (keys of `COUNT_NAMES`) of each working step of a pass, in step order,
+    summed over the first rank of each replica. There are as many as the replica with most steps
+    has; a replica that lacks a step adds nothing.
+    """
     placements = {
         rank: degrees.find_position(record.plan, rank)
         for rank in passes.group_working_steps(record, pass_name)
@@ -79,10 +84,12 @@ def _count_by_step(record: Record, pass_name: str) -> list[dict[str, int]]:
 def _find_count_differences(
     record: Record, drawn_counts: list[dict[str, int]], step_counts: list[dict[str, int]]
 ) -> Iterator[Message]:
-    """Yield a message for each count of each step that differs from what was drawn.
+    """Yield a message for each count of each step that differs from what was drawn for it; both
+    lists have one dict of counts for each step, or one for a whole pass. Steps beyond the shorter
+    list are not compared.
 
-    In division open, where shared prefixes are computed once, tokens and pairs may be fewer;
-    samples and logits must be equal.
+    In division open, if the kind of work shares prefixes, tokens, pairs and square may be fewer but
+    not more; samples and logits must be equal.
     """
     may_be_fewer = record.case.division == "open" and record.task.kind_row.shares
     for step, (drawn_in_step, counts) in enumerate(zip(drawn_counts, step_counts, strict=False)):
@@ -99,11 +106,12 @@ def _find_count_differences(
 
 
 def check_plausible_rates(record: Record, metrics: dict[str, Value]) -> list[Finding]:
-    """Validity rule: check that no pass is faster than the datasheet's peak, nor than the matmul
-    rate measured on the same devices in this run.
+    """Validity rule: return one check `plausible` (reason `implausible`) on the pass and limit for
+    which the rate in FLOP/s is the largest share of the limit; it passes up to the limit itself.
 
-    Returns one check `plausible` (reason `implausible`) on the pass and limit that come closest;
-    nothing if no limit is known.
+    Limits are the datasheet's peak and the matmul rate measured in this run, with a margin
+    (`_list_rate_limits`). Empty if no limit is known or no pass counted tokens. `metrics` is not
+    used.
     """
     claims = [
         claim
@@ -117,10 +125,12 @@ def check_plausible_rates(record: Record, metrics: dict[str, Value]) -> list[Fin
 
 
 def _compare_with_limits(record: Record, pass_name: str) -> Iterator[tuple[float, MessageValues]]:
-    """Yield for each limit on a pass the rate as a share of the limit (above 1 is implausible), and
-    the values of the check's message.
+    """Yield, for each known limit on a pass (such as `train` or `infer`), the pass's rate as a
+    share of the limit (above 1 is implausible), and the values of the check's message.
 
-    The rate is causal model FLOPs over time. Nothing for a pass without tokens.
+    The rate is causal model FLOPs, three forwards a step in training, over the limit's own time;
+    infinite if that is 0. Limits are the datasheet peak, and the matmul rate of this run with a
+    margin. Nothing for a pass without tokens.
     """
     counts = passes.sum_counts(record, pass_name)
     if not counts.get("tokens"):
@@ -144,13 +154,14 @@ def _compare_with_limits(record: Record, pass_name: str) -> Iterator[tuple[float
 def _list_rate_limits(
     record: Record, pass_name: str
 ) -> Iterator[tuple[Message, float | None, float]]:
-    """Yield the limits on a pass's FLOP/s: its name, the limit over all devices (None if unknown),
-    and the seconds that the rate is taken over.
+    """Yield (name, limit in FLOP/s of all devices, seconds that the rate is taken over) for the
+    limits on a pass; a limit of None is unknown.
 
-    They are the datasheet peak, and the matmul rate measured in this run times a margin, which is
-    wider on a busy host from formulas version 4 on. Times are the shorter of wall and compute time.
-    If the CPU is the device, it shares its cores with other processes, so the second limit is over
-    CPU time, in the pass and in the matmul.
+    First the datasheet peak; then each rank's fastest measured matmul, summed, times 1.1, or 2.5 if
+    the host was busy (from formulas version 4 on). Seconds are the shorter of wall and compute
+    time. If the CPU is the device, the second limit is the best rate per CPU second times the same
+    margin, and the seconds are the CPU time of all ranks in the pass; it is left out if one is
+    unknown.
     """
     devices = passes.count_devices(record)
     windows = passes.select_windows(record, pass_name)
@@ -192,16 +203,18 @@ def _list_rate_limits(
 
 
 def _name_limit(code: str, values: MessageValues, host_is_busy: bool) -> Message:
-    """Return the message that names a limit; on a busy host with the reason for its wide margin."""
+    """Return the message `code` that names a limit on a rate; if the host was busy, wrapped in one
+    that says why its margin is wide.
+    """
     limit_name = Message(code, values)
     return Message("limit.busy", {"limit": limit_name}) if host_is_busy else limit_name
 
 
 def _list_cpu_rates(rank: RankFacts, has_several: bool) -> list[float]:
-    """Return a rank's rates of the square matmul in FLOP per second of CPU time; empty if not
-    measured.
+    """Return a rank's measured rates of the square matmul in FLOP per second of CPU time; empty if
+    not measured.
 
-    From formulas version 4 on (`has_several`) these are all timings; in older records, and if there
+    If `has_several` (formulas version 4 on) these are all single timings; otherwise, and if there
     are none, the one mean rate.
     """
     timings = (rank.matmul_cpu_rates or {}).values() if has_several else ()
@@ -210,18 +223,20 @@ def _list_cpu_rates(rank: RankFacts, has_several: bool) -> list[float]:
 
 
 def _find_fastest_matmul(rank: RankFacts) -> float | None:
-    """Return the fastest matmul measured on a rank in FLOP/s, of the square one and the case's own
-    shapes; None if none was.
+    """Return the highest rate of any matmul measured on a rank in this run, in FLOP/s: of the
+    square one and the case's own shapes; None if none was measured.
     """
     known = [rank.matmul_flops_per_s, *(matmul.flops_per_s for matmul in rank.matmuls or [])]
     return max((rate for rate in known if rate), default=None)
 
 
 def check_time_outside_passes(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
-    """Validity rule: check that what an engine does outside the timed pass, to prepare its length
-    and to read its answers, takes at most 10 % of the pass plus 50 ms.
+    """Validity rule: yield a check `beside_PASS` (reason `hidden`), for each pass on each rank
+    whose budget has such parts, that what an engine does outside the timed pass takes at most 10 %
+    of its wall time plus 50 ms.
 
-    Yields check `beside_PASS` with reason `hidden` for each rank whose budget has such parts.
+    The parts are seconds in the rank's time budget: `total_PASS` (preparing its length) and
+    `outputs_PASS` (reading its answers). `metrics` is not used.
     """
     budgets = {rank.rank: rank.budget or {} for rank in record.ranks}
     for window in record.passes:

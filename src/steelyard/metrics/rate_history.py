@@ -32,15 +32,17 @@ VARYING_FIELDS = (
 
 @dataclass(frozen=True)
 class IndexedRecord:
-    """A record's index entry, and the path of its file."""
+    """A record's index entry (`entry`, a summary with status, rate and key), and the path of its
+    file. `rate` is None unless the record is valid.
+    """
 
     path: Path
     entry: RecordSummary
 
     @property
     def rate(self) -> Estimate | None:
-        """Return the rate of the record with its interval; None unless the record is valid and has
-        one.
+        """Return the rate of this record from its index entry, with its interval; None unless the
+        record is valid and has one.
         """
         if self.entry.status != "valid" or self.entry.rate is None:
             return None
@@ -49,11 +51,12 @@ class IndexedRecord:
 
 @dataclass(frozen=True)
 class TrendPoint:
-    """One point of a trend: a run, or consecutive repeats of it, with the mean rate of its valid
-    runs.
+    """One point of a trend: a run, or consecutive repeats of it (`runs`), with the mean rate of its
+    valid runs.
 
-    `to_first` and `to_previous` are the ratios to the first and to the previous point that has a
-    rate; None if there is none. `rate` is None if no run is valid.
+    `rate` is None if no valid run has one; `source` says what its interval comes from. `to_first`
+    and `to_previous` are the ratios of its rate to those of the first and of the previous point
+    that has a rate; None if there is no such point, or this one has no rate.
     """
 
     runs: tuple[IndexedRecord, ...]
@@ -75,9 +78,11 @@ class TrendPoint:
 
 @dataclass(frozen=True)
 class FirstBadRecord:
-    """The first bad record of a trend: not valid, or slower than the best point before it.
+    """The first bad record of a trend: not valid, or significantly slower than the best point
+    before it by more than the threshold.
 
-    `ratio` and `best` (a record of that point) are None for a record that is not valid.
+    `ratio` (to that point) and `best` (its first valid record) are None for a record that is not
+    valid.
     """
 
     record: IndexedRecord
@@ -87,7 +92,9 @@ class FirstBadRecord:
 
 @dataclass(frozen=True)
 class Trend:
-    """The points of one trend, oldest first, and its first bad record; None if there is none."""
+    """The points of one trend (records of one question, engine, plan, precision, devices and
+    scope), oldest first, and its first bad record; None if there is none.
+    """
 
     points: tuple[TrendPoint, ...]
     first_bad: FirstBadRecord | None
@@ -113,8 +120,8 @@ class Trend:
 
 @dataclass(frozen=True)
 class RateHistory:
-    """All trends, and the files that are no record or do not verify. `threshold` is the share below
-    which a slowdown does not count.
+    """All trends, and the files that are no record or do not verify (`not_verified`), from
+    `build_history`. `threshold` is the share below which a slowdown does not count.
     """
 
     trends: tuple[Trend, ...]
@@ -125,8 +132,8 @@ class RateHistory:
 def summarize_record(path: Path) -> RecordSummary:
     """Read and verify a record file, and return its index entry.
 
-    A file that is no record or does not verify gets an entry with only `wrong`, the reason; nothing
-    is raised for it.
+    A file that is no record or does not verify gets an entry with only `wrong`, the reason without
+    the path (at most 1000 characters); no RequestError is raised.
     """
     try:
         return _make_entry(verify.read_verified_record(path))
@@ -135,8 +142,11 @@ def summarize_record(path: Path) -> RecordSummary:
 
 
 def _make_entry(record: Record) -> RecordSummary:
-    """Return the index entry of a record; `setup` is a hash of its tune, engine, environment and
-    weights fields.
+    """Return the index entry of a record; nothing is written.
+
+    `setup` is a hash of its tune, engine, environment and weights fields without the devices'
+    UUIDs: equal for repeats. `unread_key` is the key that the question has if the data were not
+    read. `rate` and `interval` are None if it has no rate.
     """
     case, scope, plan, source = record.case, record.scope, record.plan, record.environment.source
     rate_estimate = estimates.estimate_rate(record)
@@ -176,8 +186,8 @@ def _make_entry(record: Record) -> RecordSummary:
 
 
 def _format_scope(scope: Scope) -> str:
-    """Format what of a scope distinguishes trends: "full", or subjects, rows and sample, else
-    "window". The number of steps does not count.
+    """Return a text of what distinguishes trends in a scope: "full", or "subjects …, rows …, sample
+    …" as far as set, else "window" (only `--steps`). The number of steps does not count.
     """
     parts = (
         [f"subjects {_shorten_names(scope.subjects, len(scope.subjects))}"]
@@ -190,8 +200,8 @@ def _format_scope(scope: Scope) -> str:
 
 
 def _shorten_names(names: tuple[str, ...], count: int | None) -> str:
-    """Return the names joined by commas, or `count` and a hash of them if that exceeds 60
-    characters.
+    """Return the names joined by commas, or, if that is longer than 60 characters, "`count` HASH"
+    with the first 8 hex digits of their SHA-256.
     """
     text = ",".join(names)
     return (
@@ -202,10 +212,11 @@ def _shorten_names(names: tuple[str, ...], count: int | None) -> str:
 
 
 def build_history(entries: Mapping[Path, RecordSummary], threshold: float) -> RateHistory:
-    """Group index entries into trends, and find the first bad record of each.
+    """Group index entries by path into trends, oldest first, and find the first bad record of each.
 
-    A copy of a record counts once. Entries that do not verify are listed apart. Raises RequestError
-    if `threshold` is not a share from 0 to below 1.
+    Of several copies of a record (equal id) the last counts. Entries that do not verify (`wrong`)
+    are in `not_verified` and in no trend. Raises RequestError if `threshold` is not a share from 0
+    to below 1.
     """
     ratio.check_threshold(threshold)
     all_indexed = [IndexedRecord(path, entry) for path, entry in entries.items()]
@@ -223,10 +234,11 @@ def build_history(entries: Mapping[Path, RecordSummary], threshold: float) -> Ra
 
 
 def _group_trends(ordered: list[IndexedRecord]) -> list[list[IndexedRecord]]:
-    """Group records into trends, in the order in which they come.
+    """Return the records in lists, one for each trend, in the order in which they come; equal in
+    question key, engine, plan, precision, devices and scope.
 
     A run that ended before it read its data has no full key; it joins the trend of the same
-    question whose data were read, if there is one.
+    question whose data were read, if there is one (of several, the last).
     """
     read_keys = {
         _make_trend_key(indexed.entry, indexed.entry.unread_key): indexed.entry.key
@@ -235,7 +247,9 @@ def _group_trends(ordered: list[IndexedRecord]) -> list[list[IndexedRecord]]:
     }
 
     def make_key(indexed: IndexedRecord) -> str:
-        """Return the grouping key of a record's trend."""
+        """Return the text by which a record's trend is grouped; for a record whose data were not
+        read, with the key of a record of the same question that read them, if there is one.
+        """
         entry = indexed.entry
         return _make_trend_key(
             entry,
@@ -255,8 +269,8 @@ def _make_trend_key(entry: RecordSummary, key: str) -> str:
 
 
 def _make_trend(group: list[IndexedRecord], threshold: float) -> Trend:
-    """Make a trend of records sorted by time: consecutive records with equal setup become one
-    point.
+    """Return the trend of records sorted by time: consecutive records with equal `setup` become one
+    point, which is compared with the first and the last point before it that have a rate.
     """
     points: list[TrendPoint] = []
     for _, repeats in groupby(group, key=lambda indexed: indexed.entry.setup):
@@ -282,10 +296,11 @@ def _list_rates(group: Iterable[IndexedRecord]) -> list[Estimate]:
 
 
 def _find_first_bad(points: list[TrendPoint], threshold: float) -> FirstBadRecord | None:
-    """Return the first record that is not valid, or is slower than the best point before it; None
-    if there is none.
+    """Return the first record, oldest point first, that is not valid, or is a rated run of a point
+    that is slower than the best point before it (`_find_slowdown`); None if there is none.
 
-    Runs that somebody ended (interrupted, cancelled, unfinished) are passed over.
+    The best is the point with the highest mean rate so far. Records that a user ended (reasons
+    interrupted, cancelled, unfinished) are passed over.
     """
     best: TrendPoint | None = None
     for point in points:
@@ -305,10 +320,11 @@ def _find_first_bad(points: list[TrendPoint], threshold: float) -> FirstBadRecor
 
 
 def _find_slowdown(best: TrendPoint, point: TrendPoint, threshold: float) -> Ratio | None:
-    """Return the ratio to the best point if it is below 1 by more than the threshold and
-    significant; else None.
+    """Return the ratio of a point's rates to the best point's if it is below 1 by more than the
+    threshold and significant; else None.
 
-    If it cannot be tested, the intervals of both points must not overlap.
+    If it cannot be tested (too few runs), the point's interval must lie wholly below the best's;
+    None if one is unknown.
     """
     point_ratio = ratio.compare_rates(best.rates, point.rates)
     if (

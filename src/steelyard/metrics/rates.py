@@ -33,10 +33,12 @@ PassTime = Callable[[Record, str], float | None]
 
 
 def pass_rate(record: Record, pass_name: str, seconds: PassTime) -> Result:
-    """Return the work (tokens or samples) of a whole pass per second, over all devices.
+    """Return the work (tokens or samples, by `work_name`) of a whole pass per second, over all
+    devices.
 
-    `seconds` is `passes.wall_s` or `passes.compute_s`. Over wall time the result has an interval,
-    from the steps of the slowest rank. None if the pass did not run or its time is unknown.
+    `seconds(record, pass_name)` is `passes.wall_s` or `passes.compute_s`. Over wall time the result
+    has a 95 % interval, from the steps of the slowest rank, if these are enough. Without a value if
+    the pass counted no work or its time is unknown or 0.
     """
     count, time_s = sum_counts(record, pass_name).get(work_name(record)), seconds(record, pass_name)
     if not count or not time_s:
@@ -56,11 +58,12 @@ def pass_rate(record: Record, pass_name: str, seconds: PassTime) -> Result:
 def _wall_rate_interval(
     record: Record, steps: list[Sample], rate: float
 ) -> tuple[float, float] | None:
-    """Return the 95 % interval of a rate over wall time, from one rank's steps; None if there are
-    too few.
+    """Return the 95 % interval of `rate`, a rate over wall time in any unit, from the relative
+    error of one rank's steps; None if there are fewer than 5 steps with tokens, or it cannot be
+    bounded.
 
-    Only steps with tokens count. The relative error is that of FLOPs per second from formulas
-    version 3 on, of tokens per second in version 2, and of batch means in version 1.
+    Only steps with tokens count. The error is that of FLOPs per second from formulas version 3 on,
+    of tokens per second in version 2, and of batch means in version 1 (`formulas` is None).
     """
     working = [sample for sample in steps if sample.counts.get("tokens")]
     tokens = [float(sample.counts["tokens"]) for sample in working]
@@ -88,10 +91,11 @@ def make_missing_headline_result(record: Record) -> Result:
 
 
 def headline_rate(record: Record, key: str, per_device: bool = False) -> Result:
-    """Return the count `key` of the headline span per second of wall time, of all devices together
-    or of one device on average, with its interval.
+    """Return the count `key` (such as "tokens" or "samples") of the span that rates are taken over
+    per second of its wall time, of all devices together or (`per_device`) divided by their number,
+    with its 95 % interval.
 
-    None if there is no span, or it counted none of it.
+    Without a value if there is no span, or it counted none of `key`.
     """
     rate_span = find_rate_span(record)
     if rate_span is None or not rate_span.counts.get(key) or not rate_span.wall_s:
@@ -105,11 +109,12 @@ def headline_rate(record: Record, key: str, per_device: bool = False) -> Result:
 
 
 def model_flops(record: Record, convention: str) -> Result:
-    """Return the model FLOPs of the headline span over all devices, by the convention "causal",
-    "palm" or "nominal".
+    """Return the model FLOPs of the span that rates are taken over, of all devices together, by the
+    convention "causal", "palm" or "nominal" (`plan/flops.py`).
 
-    In training a step counts three forwards; recomputation does not count. None if there are no
-    tokens, or, for "nominal", if the model states no nominal number of parameters.
+    In training a step counts as three forwards; recomputation does not count. Without a value if
+    there are no tokens, or, for "nominal", if the model states no nominal number of parameters.
+    Raises KeyError for another convention.
     """
     rate_span = find_rate_span(record)
     if rate_span is None or not rate_span.counts.get("tokens"):
@@ -126,10 +131,11 @@ def model_flops(record: Record, convention: str) -> Result:
 
 
 def datasheet_peak(record: Record) -> Result:
-    """Return the dense datasheet rate of one device in FLOP/s, at the precision of the matmuls.
+    """Return the dense datasheet rate of one device in FLOP/s, at the precision of the case's
+    matmuls.
 
-    None if the device is not in the table of datasheets, or its datasheet has no rate for that
-    precision.
+    Without a value if the record has no datasheet row for its device, or that row has no rate for
+    the precision.
     """
     row = record.environment.hardware.peak
     if row is None:
@@ -143,19 +149,20 @@ def datasheet_peak(record: Record) -> Result:
 
 
 def matmul_rate(record: Record) -> Result:
-    """Return the matmul rate of one device in FLOP/s, measured in this run: the mean over ranks
-    that have one.
+    """Return the matmul rate of one device in FLOP/s, measured in this run: the mean over the ranks
+    that have one; without a value if none has.
 
-    It is timed over the case's own matmul shapes; records of version 1, and ranks without these,
-    have one square matmul.
+    It is that of the case's own matmul shapes; in records of formulas version 1, and for ranks
+    without these, that of one square matmul.
     """
     rates = [rate for rank in record.ranks if (rate := _rank_matmul_rate(record, rank))]
     return Result(fmean(rates)) if rates else Result(None, Message("metric.no_matmul"))
 
 
 def _rank_matmul_rate(record: Record, facts: RankFacts) -> float | None:
-    """Return a rank's measured matmul rate in FLOP/s: all FLOPs of a batch's matmuls over all their
-    time; None if not measured.
+    """Return a rank's measured matmul rate in FLOP/s: all FLOPs of the case's matmul shapes over
+    all their time; in records of formulas version 1, and without such shapes, that of the square
+    matmul. None if not measured.
     """
     if record.formulas is None or not facts.matmuls:
         return facts.matmul_flops_per_s
@@ -170,10 +177,12 @@ def mfu(
     seconds: Callable[[RateSpan], float | None],
     ceiling: MetricFormula,
 ) -> Result:
-    """Return model FLOPs over time over peak, a share (1 is 100 %).
+    """Return model FLOPs over time over the peak of all devices, a share (1 is 100 %); the note
+    names the convention.
 
-    `seconds` picks the span's wall or compute time, `ceiling` is the formula of one device's peak
-    in FLOP/s. None with the reason if FLOPs, peak or time are unknown.
+    `seconds` picks wall or compute time of the span that rates are taken over, `ceiling` is the
+    formula of one device's peak in FLOP/s (datasheet or measured). Without a value, with the
+    reason, if FLOPs, peak or time are unknown.
     """
     flops_result, peak, rate_span = (
         model_flops(record, convention),
@@ -194,11 +203,11 @@ def mfu(
 
 
 def mem(record: Record) -> Result:
-    """Return the highest device memory in use, in GiB, over all devices during the headline pass,
-    from telemetry.
+    """Return the highest memory in use on any device, in GiB, during the headline pass, from
+    telemetry.
 
-    If the pass was over between two readings, the readings one period around it count, and a note
-    says so. None without any.
+    If no reading lies in the pass, those up to one sampling period before and after it count, and a
+    note says so. Without a value if there are none, or no headline pass ran.
     """
     pass_name = find_headline_pass(record)
     return (
@@ -211,11 +220,11 @@ def mem(record: Record) -> Result:
 def _find_peak_memory(
     record: Record, pass_name: str, device_series: list[TelemetrySeries]
 ) -> Result:
-    """Return the highest memory in use, in GiB, of these devices during a pass, from the first
-    rank's start to the last rank's end.
+    """Return the highest memory in use on any of these devices, in GiB, during a pass, from the
+    first rank's start to the last rank's end.
 
-    Falls back to readings one period around the pass, with a note. None if there is no reading.
-    Raises ValueError if no rank ran the pass.
+    If no reading lies in it, those up to one sampling period around it count, with a note. Without
+    a value if there are none. Raises ValueError if no rank ran the pass.
     """
     pass_windows = select_windows(record, pass_name)
     start, end = (
@@ -238,8 +247,9 @@ def _find_peak_memory(
 
 
 def rank_memory_gib(record: Record, rank: int) -> float | None:
-    """Return the GiB in use on one rank in the headline pass: its device's peak, or, if ranks share
-    a device, its own at the end of the pass.
+    """Return the GiB in use on one rank in the headline pass: its own at the end of the pass, if it
+    reported that (`in_use_bytes`, where ranks share a device), else the peak of its device's
+    telemetry.
 
     None if there is no headline pass or no reading.
     """
@@ -260,10 +270,11 @@ def rank_memory_gib(record: Record, rank: int) -> float | None:
 
 
 def framework_memory(record: Record, key: str) -> Result:
-    """Return the highest memory of the framework's allocator in GiB, over ranks, in the headline
-    pass.
+    """Return the peak of the framework's allocator in GiB in the headline pass, of the rank with
+    most.
 
-    `key` is "reserved_bytes" or "allocated_bytes". None if the framework reports none.
+    `key` is "reserved_bytes" or "allocated_bytes". Without a value if no rank reports it, or no
+    headline pass ran.
     """
     pass_name = find_headline_pass(record)
     sizes = (
@@ -276,7 +287,9 @@ def framework_memory(record: Record, key: str) -> Result:
 
 
 def mem_total(record: Record) -> Result:
-    """Return the memory of the smallest device in GiB; None if no device's size is known."""
+    """Return the memory of the smallest device in GiB, as the driver shows it; without a value if
+    no device's size is known.
+    """
     sizes = [
         device.memory_bytes for device in record.environment.hardware.devices if device.memory_bytes
     ]
@@ -284,8 +297,8 @@ def mem_total(record: Record) -> Result:
 
 
 def host_memory_gib(record: Record, host: str) -> float | None:
-    """Return the GiB in use on the fullest device of one host in the headline pass; None if there
-    is no headline pass or no reading.
+    """Return the GiB in use on the fullest device of the host of this name in the headline pass,
+    from telemetry; None if there is no headline pass or no reading of this host.
     """
     pass_name = find_headline_pass(record)
     return (
@@ -298,8 +311,9 @@ def host_memory_gib(record: Record, host: str) -> float | None:
 
 
 def find_series(record: Record, rank: int) -> TelemetrySeries | None:
-    """Return the telemetry of the device that a rank ran on; None if there is none, or the rank is
-    unknown. Ranks may share it.
+    """Return the telemetry series of the device that a rank ran on, found by host and device name;
+    None if there is none, or the record has no such rank. Ranks that share a device get the same
+    one.
     """
     host_and_device = next(
         ((facts.host, facts.device) for facts in record.ranks if facts.rank == rank), None
@@ -322,8 +336,9 @@ def e2e_time(record: Record) -> Result:
 
 
 def harness_overhead(record: Record) -> Result:
-    """Return what measuring costs: wall time of pass `infer` over that of pass `bare`, minus 1.
-    None unless both ran.
+    """Return what measuring costs, as a share: wall time of pass `infer` over that of pass `bare`,
+    the same work without instrumentation, minus 1; may be negative. Without a value unless both
+    ran.
     """
     measured, bare = wall_s(record, "infer"), wall_s(record, "bare")
     return (
@@ -334,8 +349,8 @@ def harness_overhead(record: Record) -> Result:
 
 
 def padded_share(record: Record) -> Result:
-    """Return the share of computed tokens that are padding, in the whole headline pass; None if it
-    counted no tokens.
+    """Return padded over padded plus real tokens, a share (0 to 1), in the whole headline pass, all
+    devices together; without a value if it computed none.
     """
     pass_name = find_headline_pass(record)
     counts = sum_counts(record, pass_name) if pass_name else {}
@@ -350,8 +365,9 @@ def padded_share(record: Record) -> Result:
 def task_score(record: Record, score_value: str, pass_name: str | None) -> Result:
     """Return one score of the task, computed from the record's answers.
 
-    `score_value` is a key of the task's scores; `pass_name` is the pass whose answers count, None
-    for the headline pass. None with a note if the pass did not run, or was not evaluated.
+    `score_value` is a key of the dict that `Task.score` returns; `pass_name` is the pass whose
+    answers count, None for the headline pass. Without a value, with a note, if the pass did not run
+    or has no such score; in training, if the pass ran, the note says that it was not evaluated.
     """
     chosen_pass, answers = pass_name or find_headline_pass(record), record.answers
     score = (
@@ -370,8 +386,9 @@ def task_score(record: Record, score_value: str, pass_name: str | None) -> Resul
 
 
 def agreement(record: Record) -> Result:
-    """Return the share of items that passes `infer` and `val` answered equally; None if one is
-    missing or the task does not define it.
+    """Return the share of items (0 to 1) that passes `infer` and `val` answered equally, as the
+    task defines it; without a value if a pass or the answers are missing or the task does not
+    define it.
     """
     task, answers = record.task, record.answers
     agreeing_share = (
@@ -387,11 +404,12 @@ def agreement(record: Record) -> Result:
 
 
 def padded_rate(record: Record, seconds: PassTime) -> Result:
-    """Return tokens per second of pass `infer` if every sample counts as long as the model has
-    positions.
+    """Return samples of pass `infer` times the model's number of positions, per second: tokens per
+    second as if every sample were as long as the model allows.
 
-    The published rows count like that; this is for comparison with them only. `seconds` is
-    `passes.wall_s` or `passes.compute_s`. None if the pass or its time is missing.
+    Published rows count like that; this is for comparison with them only, and a note says so.
+    `seconds(record, pass_name)` is `passes.wall_s` or `passes.compute_s`. Without a value if
+    samples or time are missing.
     """
     sample_count, time_s = sum_counts(record, "infer").get("samples"), seconds(record, "infer")
     if not sample_count or not time_s:

@@ -26,10 +26,11 @@ LOG_ROUNDING = 1e-12  # a smaller spread of logarithms is rounding
 class Ratio:
     """The ratio NEW / BASE of two sides' geometric means.
 
-    `verdict` is "not tested" if a side has fewer than two runs or all runs are equal. `source` says
-    where the interval comes from: "runs" is the spread between runs; "steps" means that nothing was
-    tested, and the interval is only that of steps inside a run, which says nothing of the spread
-    between runs. `interval` and `source` are None if unknown.
+    `verdict` is "significant" if the 95 % interval does not contain 1, "not tested" if a side has
+    fewer than two runs or all runs are equal. `source` says where the interval comes from: "runs"
+    is the spread between runs; "steps" means that nothing was tested, and the interval is only that
+    of steps inside a run, which says nothing of the spread between runs. `interval` and `source`
+    are None if unknown.
     """
 
     value: float
@@ -53,10 +54,12 @@ def check_threshold(threshold: float) -> None:
 
 
 def compare_rates(base: Sequence[Estimate], new: Sequence[Estimate]) -> Ratio | None:
-    """Return the ratio new / base of two sides' rates, one estimate for each run; None if a side is
-    empty or a rate is not positive.
+    """Return the ratio new / base of the geometric means of two sides' rates, one estimate for each
+    run, tested by Welch's t on logarithms; None if a side is empty or a rate is not positive.
 
-    If a side has only one run, nothing is tested and the interval comes from the runs' own steps.
+    Nothing is tested if a side has only one run, or if all runs of each side are equal. In the
+    first case the interval is that of the quotient of the sides' arithmetic means, with source
+    "steps", if both have one; in the second there is none.
     """
     if not base or not new:
         return None
@@ -74,11 +77,12 @@ def compare_rates(base: Sequence[Estimate], new: Sequence[Estimate]) -> Ratio | 
 
 
 def compare_values(base: Sequence[float], new: Sequence[float]) -> Ratio | None:
-    """Return the ratio new / base of plain numbers, one for each run; None if a side is empty or a
-    number is not positive.
+    """Return the ratio new / base of the geometric means of plain numbers, one for each run, with
+    its 95 % interval by Welch's t on logarithms; None if a side is empty or a number is not
+    positive.
 
-    Without an interval ("not tested") if a side has fewer than two runs, or all are equal, as
-    copies of one run are.
+    "not tested", without an interval, if a side has fewer than two runs, or if the runs of each
+    side are equal, as copies of one run are.
     """
     if not base or not new or min(*base, *new) <= 0:
         return None
@@ -108,8 +112,8 @@ _MAX_LOG = 700.0  # exp of more overflows
 
 
 def _log_mean_and_variance(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of the natural logarithms, and the variance of that mean (0 for a single
-    value).
+    """Return (mean of the natural logarithms of positive values, variance of that mean: the sample
+    variance over their number, 0 for a single value).
     """
     logs = [log(value) for value in values]
     count = len(logs)

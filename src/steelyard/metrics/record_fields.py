@@ -26,8 +26,9 @@ FieldValues = dict[str, Any]
 
 @dataclass(frozen=True)
 class FieldDifference:
-    """A field that differs between two sides, with the distinct values of each side; several if its
-    own runs differ. None is unknown.
+    """A field (dotted name) that differs between two sides, with the distinct values of each side's
+    records, `base` and `new`; several if its own runs differ. None stands for a record without the
+    field.
     """
 
     name: str
@@ -36,10 +37,10 @@ class FieldDifference:
 
 
 def list_question_fields(record: Record) -> FieldValues:
-    """Return the fields that a record's key is the hash of, by dotted name, and the subjects and
-    rows that its scope names.
+    """Return the fields that a record's key is the hash of, by dotted name with prefix `question.`,
+    and `scope.subjects` and `scope.rows`, the part of the data that was named.
 
-    The data fingerprint is left out if the run ended before it read its data.
+    `question.data.fingerprint` is left out if the run ended before it read its data.
     """
     hashed_fields = flatten_fields(
         key.make_hash_input(record.case.question, record.fingerprint), "question."
@@ -53,8 +54,12 @@ def list_question_fields(record: Record) -> FieldValues:
 
 
 def list_setting_fields(record: Record) -> FieldValues:
-    """Return what a run was made with beside its question, by dotted name: formulas, case limits,
-    tune, plan, scope, engine, site, weights, data, environment.
+    """Return what a run was made with beside its question, by dotted name: formulas version (1 if
+    the record names none), name, size, gate and max_interval of the case, tune, plan, scope,
+    engine, site, weights, data, environment.
+
+    The data's fingerprint and the scope's subjects and rows are left out: they belong to the
+    question.
     """
     parts = record.model_dump(
         mode="json",
@@ -71,8 +76,8 @@ def list_setting_fields(record: Record) -> FieldValues:
 
 
 def summarize_environment(facts: Environment) -> FieldValues:
-    """Return an environment as a nested dict in which devices are listed as "8x NAME", with their
-    UUIDs in a list of their own.
+    """Return an environment as a nested dict in which `hardware.devices` is a list of "8x NAME",
+    one for each name, and `hardware.uuids` lists the devices' UUIDs that are known.
     """
     nested = facts.model_dump(mode="json")
     devices = nested["hardware"].pop("devices")
@@ -84,8 +89,8 @@ def summarize_environment(facts: Environment) -> FieldValues:
 
 
 def flatten_fields(nested: FieldValues, prefix: str) -> FieldValues:
-    """Return the values of nested dicts by dotted name, each after `prefix`. Lists are values; an
-    empty dict gives nothing.
+    """Return the values of nested dicts as one dict by dotted name, each name after `prefix` (which
+    ends with its own dot or is empty). Lists are values; an empty dict gives nothing.
     """
     values: FieldValues = {}
     for name, value in nested.items():
@@ -100,8 +105,11 @@ def flatten_fields(nested: FieldValues, prefix: str) -> FieldValues:
 def find_differences(
     base: Sequence[FieldValues], new: Sequence[FieldValues]
 ) -> tuple[FieldDifference, ...]:
-    """Return the fields whose sets of values are not the same on both sides, in the order in which
-    they first occur. A missing field counts as None.
+    """Return the fields whose sets of values are not the same on both sides, each side given as one
+    dict by dotted name for each record.
+
+    In the order in which fields first occur; a field that a record lacks counts as None. Values are
+    compared as JSON.
     """
     differences = []
     for name in dict.fromkeys(name for item in (*base, *new) for name in item):
@@ -125,8 +133,9 @@ def _distinct_values(tables: Iterable[FieldValues], field_name: str) -> tuple[An
 def find_question_differences(
     base: Sequence[Record], new: Sequence[Record]
 ) -> tuple[FieldDifference, ...]:
-    """Return the question fields that differ between two sides. A data fingerprint that a run did
-    not come to read is no difference.
+    """Return the question fields (`list_question_fields`) whose values differ between the records
+    of two sides. The data fingerprint is left out if a run of either side ended before it read its
+    data.
     """
     differences = find_differences(
         [list_question_fields(item) for item in base], [list_question_fields(item) for item in new]
@@ -141,8 +150,9 @@ def find_question_differences(
 
 
 def check_across(across: Sequence[str], records: Sequence[Record]) -> None:
-    """Raise RequestError if a name in `across` is neither "case" nor a field, or the beginning of
-    one, of these records' questions. The message suggests a similar name.
+    """Raise RequestError if a name in `across` (values of `--across`) is none of: "case",
+    "question", or a dotted field of these records' questions or its beginning up to a dot. The
+    message suggests a similar name if there is one.
     """
     known_names = {
         ANY_FIELD,
@@ -168,8 +178,8 @@ def check_across(across: Sequence[str], records: Sequence[Record]) -> None:
 
 
 def is_covered(field_name: str, across: Sequence[str]) -> bool:
-    """Return whether `across` allows the field: by its name, by a name that it begins with, or by
-    "case".
+    """Return whether `across` allows a question field to differ: it holds the field's dotted name,
+    a beginning of it that ends before a dot, or "case", which allows all.
     """
     return any(
         allowed_name in (ANY_FIELD, field_name) or field_name.startswith(f"{allowed_name}.")
@@ -178,7 +188,9 @@ def is_covered(field_name: str, across: Sequence[str]) -> bool:
 
 
 def format_differences(differences: Sequence[FieldDifference]) -> str:
-    """Format fields on one line as "name: base / new; ...": at most 8, then "and N more"."""
+    """Return fields on one line as "name: base / new; ...": at most 8, then "and N more"; empty
+    text for none.
+    """
     shown = [
         f"{difference.name}: {_format_values(difference.base)} / {_format_values(difference.new)}"
         for difference in differences[:MAX_SHOWN]
@@ -188,8 +200,8 @@ def format_differences(differences: Sequence[FieldDifference]) -> str:
 
 
 def _format_values(values: tuple[Any, ...]) -> str:
-    """Format the values of one side, joined by " or "; None is "none", and more than 64 characters
-    are cut.
+    """Return the values of one side joined by " or ": texts as they are, None as "none", others as
+    JSON; each is cut after 64 characters with "…".
     """
     texts = [
         item if isinstance(item, str) else "none" if item is None else to_canonical_json(item)

@@ -39,7 +39,8 @@ MAX_REPEATED_VALUE = 1e30  # as for rates, so that squares stay finite
 
 @dataclass(frozen=True)
 class MetricSpread:
-    """One metric over the valid runs of a group that have a value for it.
+    """One metric over the valid runs of a group that have a value for it (`runs` of them): mean,
+    lowest, highest, and how far runs differ.
 
     `deviation` is the sample standard deviation between runs as a share of the mean; None for one
     run, or a mean of 0.
@@ -58,9 +59,10 @@ class MetricSpread:
 @dataclass(frozen=True)
 class RepeatGroup:
     """Two or more runs that were asked the same, in the order in which they came, with the spread
-    of their metrics.
+    of their metrics over the valid ones; from `find_repeat_groups`.
 
-    `metrics` is empty if no run is valid.
+    `metrics` is empty if no run is valid. `interval_only` counts the runs that are invalid only
+    because their own steps are too uneven.
     """
 
     records: tuple[Record, ...]
@@ -87,10 +89,11 @@ class RepeatGroup:
 
 
 def find_repeat_groups(records: Iterable[Record]) -> list[RepeatGroup]:
-    """Return the groups of at least two runs that were asked the same: equal in all `REPEAT_PARTS`.
+    """Return the groups of at least two runs that were asked the same: equal in all `REPEAT_PARTS`;
+    in the order in which they come.
 
-    A failed run, which lacks some parts, joins the earliest finished run with equal
-    `REPEAT_REQUEST_PARTS`; failed runs without one form a group of their own.
+    A failed run, which lacks some parts, joins the group of the first finished run with equal
+    `REPEAT_REQUEST_PARTS`; failed runs without one form groups of their own.
     """
     all_records = list(records)
     key_by_request = {
@@ -102,8 +105,9 @@ def find_repeat_groups(records: Iterable[Record]) -> list[RepeatGroup]:
     }
 
     def group_key(record: Record) -> str:
-        """Return the grouping key of a record; for a failed run that of a finished run with the
-        same request, if there is one.
+        """Return the text by which a record is grouped: equal for equal `REPEAT_PARTS`; for a
+        failed run that of the first finished run with the same request, or of the request alone if
+        there is none.
         """
         request = estimates.make_group_key(record, REPEAT_REQUEST_PARTS)
         return (
@@ -120,8 +124,8 @@ def find_repeat_groups(records: Iterable[Record]) -> list[RepeatGroup]:
 
 
 def _measure_spreads(group: list[Record]) -> tuple[MetricSpread, ...]:
-    """Return the spread of rate, MFU, memory, energy per token and quality over the valid runs;
-    those that no run has are left out.
+    """Return the spread of rate, MFU, memory, energy per token and quality over the valid runs, in
+    this order; those that no valid run has are left out. Empty if no run is valid.
     """
     valid = [record for record in group if record.status == "valid"]
     if not valid:
@@ -152,7 +156,10 @@ def _make_estimate(value: float | None) -> Estimate | None:
 
 
 def _measure_spread(name: str, unit: str, run_values: list[Estimate | None]) -> MetricSpread | None:
-    """Return the spread of a metric over the runs that have it; None if none has."""
+    """Return the spread of a metric over the runs that have it (not None): their number, mean with
+    interval, lowest, highest, and the standard deviation as a share of the mean; None if no run has
+    it.
+    """
     known = [estimate for estimate in run_values if estimate is not None]
     if not known:
         return None

@@ -15,7 +15,9 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The outcome of one named validity check: whether it passed, and the message that says so."""
+    """The outcome of one named validity check: whether it passed (`ok`), and the message that says
+    what was found. Records store it as `Check`.
+    """
 
     name: str
     ok: bool

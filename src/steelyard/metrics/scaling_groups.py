@@ -67,8 +67,9 @@ class ScalingGroup:
 
 
 def find_scaling_groups(records: Iterable[Record]) -> list[ScalingGroup]:
-    """Return the groups of valid, comparable records that have runs on at least two different
-    numbers of devices.
+    """Return the groups of valid records that are equal in `SCALING_PARTS` (question, engine, kind
+    of device, requested tune, ...) and have runs on at least two different numbers of devices, in
+    the order in which they come.
 
     Records that are not valid or have no rate are left out. Empty if there is no such group.
     """
@@ -92,8 +93,11 @@ def find_scaling_groups(records: Iterable[Record]) -> list[ScalingGroup]:
 
 
 def _make_scaling_rows(group: list[Record]) -> tuple[ScalingRow, ...]:
-    """Return a row for each plan of the group, fewest devices first; the base is the plan with the
-    highest mean rate on the fewest devices.
+    """Return a row for each plan of the group (nodes, devices, tp, pp, dp), sorted by number of
+    devices; the base is the plan with the highest mean rate on the fewest devices.
+
+    All records must have a rate. Efficiency is speed-up over the ratio of device counts to the
+    base's.
     """
     by_plan = stats.group_by(group, _make_plan_key)
     rate_by_plan = {
@@ -122,8 +126,8 @@ def _make_scaling_rows(group: list[Record]) -> tuple[ScalingRow, ...]:
 
 
 def _make_plan_key(record: Record) -> tuple[int, ...]:
-    """Return (devices, nodes, tp, pp, dp), which identifies a plan and sorts plans by number of
-    devices.
+    """Return (devices of all nodes, nodes, tp, pp, dp) of a record, which identifies its plan and
+    sorts plans by number of devices.
     """
     plan = record.plan
     return plan.world, plan.nodes, plan.tp, plan.pp, plan.dp

@@ -23,11 +23,13 @@ NAMED_FIELDS = ("division", "precision")  # question fields that are shown by na
 
 
 def list_modified_parts(record: Record) -> list[str]:
-    """Return which parts of a record's case differ from the shipped case of its name: of
-    "question", "data", "gate", "max_interval", or only "size" if the shipped case has no such size.
+    """Return which parts of a record's case differ from the shipped case of its name and size: of
+    "question", "data" (its fingerprint), "gate", "max_interval", in this order; or only "size" if
+    the shipped case has no such size.
 
-    What the command line changed in the question, and fields that are newer than the record, do not
-    count. Empty if nothing differs, or no case of that name is shipped.
+    What the command line changed in the question, division, precision, and question fields that are
+    newer than the record do not count; what it changed in gate or max_interval does. Empty if
+    nothing differs, or no case of that name is shipped.
     """
     case = record.case
     if case.name not in resolve.list_shipped_cases():
@@ -53,8 +55,9 @@ def list_modified_parts(record: Record) -> list[str]:
 
 
 def list_later_fields(record: Record) -> list[str]:
-    """Return the question fields (dotted names) that the shipped case has set since the record was
-    made, if nothing else differs; otherwise empty.
+    """Return the question fields (such as `question.train.x`) that the shipped case has set since
+    the record was made, if the questions are otherwise equal but for what the command line changed;
+    otherwise empty, as for a name or size that is not shipped.
     """
     case = record.case
     if case.name not in resolve.list_shipped_cases():
@@ -75,8 +78,9 @@ def list_later_fields(record: Record) -> list[str]:
 
 
 def list_case_differences(record: Record) -> list[Message]:
-    """Return messages on why a record must not stand beside records of the shipped case (modified,
-    or earlier); empty if it may.
+    """Return at most two messages on why a record must not stand beside records of the shipped case
+    of its name: that parts of it were modified, and that it is older than some question fields;
+    empty if it may.
     """
     parts_by_code = (
         ("apart.modified", list_modified_parts(record)),
@@ -88,11 +92,11 @@ def list_case_differences(record: Record) -> list[Message]:
 def _reset_later_fields(
     shipped: dict[str, Any], recorded: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the shipped question without the fields that it got after the record was made, and
-    their dotted names.
+    """Return (a copy of the shipped question in which fields that the record is too old for have
+    their default, the dotted names of these fields with prefix `question.`).
 
-    Such a field is one of `case.key.LATER` that the record's question lacks; it is set back to its
-    default in a copy.
+    Such a field is one of `case.key.LATER_FIELDS` that the record's question lacks and the shipped
+    one sets to another value than the default.
     """
     out = deepcopy(shipped)
     fields = []
@@ -112,7 +116,9 @@ def _reset_later_fields(
 
 
 def _get_nested(table: dict[str, Any], key_path: tuple[str, ...]) -> dict[str, Any]:
-    """Return the nested dict at a path of keys; an empty dict if there is none."""
+    """Return the dict at a path of keys in nested dicts; a new empty dict if there is none, or a
+    value on the way is no dict.
+    """
     for part in key_path:
         inner = table.get(part)
         table = inner if isinstance(inner, dict) else {}
@@ -123,10 +129,11 @@ def _get_nested(table: dict[str, Any], key_path: tuple[str, ...]) -> dict[str, A
 def _load_shipped_case(
     name: str, size: str
 ) -> tuple[dict[str, Any], dict[str, Any] | None, float | None]:
-    """Return question, gate (None if there is none) and max_interval of a shipped case in a size;
-    cached for the process.
+    """Return (question as a dict, gate as a dict without None values, max_interval) of a shipped
+    case in a size; the last two are None if it has none. Cached for the process, so callers must
+    not change it.
 
-    Raises RequestError if the case does not have that size.
+    Raises RequestError if the case does not exist or does not have that size.
     """
     case = resolve.resolve_case(name, size).case
     gate = None if case.gate is None else _drop_none_values(case.gate.model_dump(mode="json"))
@@ -144,10 +151,11 @@ def _apply_command_line(
     shipped: dict[str, Any], recorded: dict[str, Any], origins: dict[str, str]
 ) -> dict[str, Any]:
     """Return a copy of the shipped question with the record's values where the command line changed
-    them.
+    them, by `origins` (dotted key to where its value came from).
 
     Values of unknown origin count as changed. Division and precision are always the record's, since
-    they are shown by name.
+    they are shown by name. A key that the record lacks becomes None; one whose parent is missing is
+    skipped.
     """
     out = deepcopy(shipped)
     changed = [
@@ -172,8 +180,9 @@ def _apply_command_line(
 
 
 def make_own_model_notes(record: Record) -> list[Message]:
-    """Return the notes of a record on a user's own model: that its case is in no file, and that its
-    FLOPs were counted by running the model; empty for other records.
+    """Return the notes of a record on a user's own model: that its case is in no file but was
+    generated, and that its FLOPs were counted by running the model (`make_counted_flops_notes`),
+    each if it applies; empty for other records.
     """
     is_generated = any(origin.startswith(MADE_FROM) for origin in record.case.origins.values())
     return [
@@ -183,8 +192,9 @@ def make_own_model_notes(record: Record) -> list[Message]:
 
 
 def make_counted_flops_notes(records: Iterable[Record]) -> list[Message]:
-    """Return one note for each model type among the records whose FLOPs do not follow from shapes
-    but were counted by running the model.
+    """Return one note for each model type among the records whose model is an `AutoModel`: its
+    FLOPs do not follow from shapes but were counted by running it. In the order in which they come;
+    empty if there is none.
     """
     models = [record.question.model for record in records]
     types = dict.fromkeys(model.model_type for model in models if isinstance(model, AutoModel))

@@ -45,7 +45,10 @@ ChangeDirection = Literal["better", "worse", ""]
 
 @dataclass(frozen=True)
 class ComparisonSide:
-    """The records of one side of a comparison, oldest first, each once."""
+    """The records of one side (BASE or NEW) of a comparison, oldest first, each once; made by
+    `make_side`. `valid`, `not_valid` and `finished` (not failed) select by status. `name` stands
+    for it in messages.
+    """
 
     name: str
     records: tuple[Record, ...]
@@ -68,11 +71,13 @@ class ComparisonSide:
 
 @dataclass(frozen=True)
 class ValueChange:
-    """A metric or phase on both sides: means over valid runs, and their ratio.
+    """A metric or phase on both sides of a comparison: means over valid runs (`base`, `new`), and
+    their ratio; made by `_make_change`.
 
-    `base` or `new` is None if a valid run of that side lacks the value, or there is none. `better`
-    is "higher", "lower" or "" if neither is; `form` is how the number is written. `ratio` is None
-    if a side is unknown or not positive.
+    `base` or `new` is None if a valid run of that side lacks the value, or the side has no valid
+    run. `better` is "higher", "lower" or "" if neither is; `form` is how the number is written,
+    such as "percent". `ratio` (new / base, of geometric means) is None if a side is unknown or a
+    value is not positive.
     """
 
     name: str
@@ -85,8 +90,9 @@ class ValueChange:
 
     @property
     def direction(self) -> ChangeDirection:
-        """Return whether NEW is "better" or "worse"; "" if values are equal or unknown, or no
-        direction is better.
+        """Return whether NEW is "better" or "worse" than BASE in this metric or phase, however
+        small the change; "" if the means are equal or unknown, or no direction is better. The ratio
+        decides if there is one, else the means.
         """
         if self.base is None or self.new is None or not self.better or self.base == self.new:
             return ""
@@ -97,7 +103,9 @@ class ValueChange:
 
 @dataclass(frozen=True)
 class SideRate:
-    """The rate of a side, the mean over its valid runs, and what its interval comes from."""
+    """The rate of a side of a comparison, the mean over its valid runs with interval, and what the
+    interval comes from: "steps" of one run, or "runs"; None without one.
+    """
 
     estimate: Estimate
     source: IntervalSource | None
@@ -105,8 +113,8 @@ class SideRate:
 
 @dataclass(frozen=True)
 class NoRatioReason:
-    """Why there is no ratio: `values` name the side that has no valid run or no rate, or the two
-    units of rates that count different work.
+    """Why a comparison has no ratio of rates: by `code`, `values` name the side that has no valid
+    run or no rate, or the two units of rates that count different work.
     """
 
     code: Literal["no_valid_run", "no_rate", "different_work"]
@@ -115,10 +123,11 @@ class NoRatioReason:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sides of a question compared; pairs are (base, new).
+    """Two sides of a question compared, as `compare_sides` returns it; pairs are (base, new).
 
-    `threshold` is the share below which a change does not matter. `ratio` is that of the rates, in
-    `unit`; None for the reason in `why`.
+    `threshold` is the share below which a change of the rate does not matter. `ratio` is that of
+    the rates, in `unit`; None for the reason in `why`. `metrics` and `phases` list what changed,
+    `setting_differences` what the runs were made with; `outcome` and `has_regressed` sum it up.
     """
 
     base: ComparisonSide
@@ -141,9 +150,9 @@ class Comparison:
 
     @property
     def outcome(self) -> RateOutcome:
-        """Return "faster" or "slower" if the ratio is significant and beyond the threshold, "below
-        threshold" if it is only significant, else "not significant" or "not tested"; "no rate"
-        without a ratio.
+        """Return the outcome for the rate of NEW against BASE: "faster" or "slower" if the ratio is
+        significant and beyond the threshold, "below threshold" if it is only significant, else the
+        ratio's verdict "not significant" or "not tested"; "no rate" without a ratio.
         """
         rate_ratio = self.ratio
         if rate_ratio is None:
@@ -163,11 +172,12 @@ class Comparison:
 
 
 def make_side(name: str, records: Sequence[Record]) -> ComparisonSide:
-    """Make a side of records that repeat one run, sorted by creation time; a record that is given
+    """Return a side of records that repeat one run, sorted by creation time; a record that is given
     twice counts once.
 
-    Raises RequestError if there are no records, or if finished ones differ in their question or in
-    `REPEAT_FIELDS` (engine, tune, scope, devices, plan, weights).
+    Raises RequestError if there are no records, or if finished ones (all, if none finished) differ
+    in their question or in a field of `REPEAT_FIELDS`: size, engine, tune, scope, devices, plan,
+    weights. `name` stands for the side in messages.
     """
     record_by_id = {record.id: record for record in records}
     new_side = ComparisonSide(
@@ -201,11 +211,13 @@ def make_side(name: str, records: Sequence[Record]) -> ComparisonSide:
 def compare_sides(
     base: ComparisonSide, new: ComparisonSide, across: Sequence[str], threshold: float
 ) -> Comparison:
-    """Compare two sides and return rates, ratio, answers, metrics, phases and differing settings.
+    """Compare two sides and return rates, their ratio, answers, metrics, phases and differing
+    settings.
 
     `across` names question fields that may differ (a dotted name or its beginning; "case" allows
-    all). Raises RequestError if the questions differ in any other field, if `across` names no field
-    of these questions, or if `threshold` is not a share from 0 to below 1.
+    all). Raises RequestError if the questions of the finished records differ in any other field, if
+    `across` names no field of these questions, or if `threshold` is not a share from 0 to below 1.
+    If rates cannot be compared nothing is raised: `ratio` is None and `why` set.
     """
     ratio.check_threshold(threshold)
     record_fields.check_across(across, [*base.records, *new.records])
@@ -258,11 +270,11 @@ def compare_sides(
 def _choose_work(
     base: ComparisonSide, new: ComparisonSide
 ) -> tuple[str, str | None, NoRatioReason | None]:
-    """Return the unit of both rates, the count they are taken of ("tokens" or "samples"), and None;
-    or "", None and the reason if they cannot be compared.
+    """Return (unit of both rates, the count they are taken of: "tokens" or "samples", None); or
+    ("", None, the reason) if the rates count different work.
 
-    It is what both records' own rates count, else samples, if both tasks have the same kind of
-    item.
+    It is what the first records' own rates count if that has the same unit, else samples, if both
+    tasks have the same noun for an item.
     """
     base_record, new_record = base.records[0], new.records[0]
     units = {rates.work_unit(base_record), rates.work_unit(new_record)}
@@ -301,11 +313,11 @@ def _explain_missing_rate(
 def _compare_side_answers(
     base: ComparisonSide, new: ComparisonSide, quality_metric: str
 ) -> tuple[AnswerDifferences | None, AnswerDifferences | None]:
-    """Return how far answers are from those of the base's first finished run: of the base's other
-    runs, and of the new side's runs; of several the farthest.
+    """Return how far answers are from those of the base's first finished run, as a pair: of the
+    base's other finished runs, and of the new side's; of several the farthest of each difference.
 
-    Each is None if there is nothing to compare: no finished run on a side, no other run of the
-    base, or another task or other data on the new side.
+    Both are None if a side has no finished run. The first is None if the base has one run; the
+    second if a new run has another task or other data (fingerprint).
     """
     if not base.finished or not new.finished:
         return None, None
@@ -338,10 +350,11 @@ def _compare_side_answers(
 def _compare_metrics(
     base: ComparisonSide, new: ComparisonSide
 ) -> tuple[tuple[ValueChange, ...], int]:
-    """Return the metrics of valid runs whose means differ, in the order of the metric table, and
-    the number of metrics that are equal.
+    """Return (the metrics whose means over valid runs differ, in the order of the metric table; the
+    number of metrics with equal means).
 
-    Metrics whose unit differs between records are left out, as are those that neither side knows.
+    Metrics whose unit differs between records are left out of both, as are those that no side knows
+    for all its valid runs.
     """
     valid = (*base.valid, *new.valid)
     changes, equal_count = [], 0
@@ -365,8 +378,8 @@ def _compare_metrics(
 
 
 def _mean_tokens_per_step(one_side: ComparisonSide) -> float | None:
-    """Return the mean number of tokens per step over the side's valid runs; None if it is unknown
-    for one or there are none.
+    """Return the mean over a side's valid runs of their tokens per step, of all replicas, in the
+    span that rates are taken over; None if it is unknown for one of them or there are none.
     """
     return stats.mean_of_all([passes.tokens_per_step(record) for record in one_side.valid])
 
@@ -374,10 +387,12 @@ def _mean_tokens_per_step(one_side: ComparisonSide) -> float | None:
 def _compare_phases(
     base: ComparisonSide, new: ComparisonSide, has_equal_steps: bool
 ) -> tuple[ValueChange, ...]:
-    """Return the mean seconds per step of each phase on both sides, in step order.
+    """Return the seconds per step of each phase on both sides, averaged over the valid runs of a
+    side, in the order of a step.
 
-    A phase that a run does not have took 0 s in it, if the run has any phases. Lower is better only
-    if both sides have steps of one size.
+    A phase that a run does not have took 0 s in it; a run without any phases makes its side unknown
+    (None). Phases that neither side knows are left out. `better` is "lower" if `has_equal_steps`
+    (both sides have steps of one size), else "".
     """
     better = "lower" if has_equal_steps else ""
     base_phases, new_phases = (
@@ -385,7 +400,9 @@ def _compare_phases(
     )
 
     def compare_phase(phase: str) -> ValueChange | None:
-        """Return the change of one phase, in seconds per step; None if neither side knows it."""
+        """Return the change of one phase, in mean seconds per step over each side's valid runs;
+        None if neither side knows it.
+        """
         times = (
             [phases.get(phase, 0.0) if phases else None for phases in side_phases]
             for side_phases in (base_phases, new_phases)
@@ -405,7 +422,10 @@ def _make_change(
     new_values: list[float | None],
 ) -> ValueChange | None:
     """Return the change of a number, given one value for each valid run of both sides; None if
-    neither side knows it for all its runs.
+    neither side has a mean.
+
+    A side's mean is None if it has no runs or a value is None; the ratio is None if a mean is None
+    or a value is not positive.
     """
     base, new = stats.mean_of_all(base_values), stats.mean_of_all(new_values)
     if base is None and new is None:

@@ -53,8 +53,8 @@ def interpolate_student_t_95(degrees_of_freedom: float) -> float:
     """Return Student's t, two-sided 95 %, for fractional degrees of freedom, such as Welch's.
 
     It interpolates linearly in 1 / degrees between two rows of the table. Student's t is convex in
-    that, so the value is never too small. Below the first row (1) the first applies, beyond the
-    last row (119) the last.
+    that, so the value is never too small. Below the first row (1) the first applies, from the last
+    row (119) on the last.
     """
     rows = sorted(T_95)
     if degrees_of_freedom <= rows[0] or degrees_of_freedom >= rows[-1]:
@@ -68,12 +68,12 @@ def interpolate_student_t_95(degrees_of_freedom: float) -> float:
 def estimate_rate_interval(
     rate: float, work: Sequence[float], time_s: Sequence[float]
 ) -> tuple[float, float] | None:
-    """Return the 95 % interval of `rate`, using the relative error of total work over total time of
-    consecutive steps.
+    """Return the 95 % interval (low, high) of `rate`, using the relative error of total work over
+    total time of consecutive steps.
 
     `work` and `time_s` (seconds) have one value for each step; `rate` may be in another unit than
-    their ratio. None for fewer than 5 steps, for no work or no time, or if the interval is absurdly
-    wide.
+    their ratio. None for fewer than 5 steps, for no work or no time, or if an end would be over
+    e^10 times off.
 
     The error of a ratio of totals is that of the sum of its residuals. Steps depend on one another,
     so their long-run variance is that of the lowest cosine terms, each an independent estimate of
@@ -100,11 +100,11 @@ def estimate_rate_interval(
 
 
 def find_steady_start(time_s: Sequence[float], work: Sequence[float]) -> tuple[int, Message]:
-    """Return the index of the first step of the steady window, and a message on how it was found.
+    """Return (index of the first step of the steady window, message on how it was found).
 
     `time_s` and `work` (tokens) have one value for each step. From 10 steps on, steps at the start
-    that are unlike the others are cut, at most half of all; with 3 to 9 steps only the first is
-    cut, with fewer none.
+    that are unlike the others, singly or as a gradual change, are cut, at most half of all; with 3
+    to 9 steps only the first is cut, with fewer none.
     """
     if len(time_s) >= MIN_STEPS_TO_CUT:
         steps = _choose_steadier(time_s, work)
@@ -121,11 +121,11 @@ def find_steady_start(time_s: Sequence[float], work: Sequence[float]) -> tuple[i
 
 
 def _choose_steadier(time_s: Sequence[float], work: Sequence[float]) -> Sequence[float]:
-    """Return step times, or times per unit of work if those vary less, relative to their median,
-    over the second half of the steps.
+    """Return the step times as they are, or the times per unit of work of each step if those vary
+    less (robust deviation relative to the median, over the second half of the steps).
 
     Which is steadier depends on whether steps are padded to one size. Returns the times if a step
-    has no work.
+    has no work, or both vary equally.
     """
     if min(work) <= 0:
         return time_s
@@ -147,11 +147,11 @@ def _robust_deviation(values: Sequence[float]) -> float:
 
 def _cut_unlike_start(time_s: Sequence[float], max_cut: int) -> int:
     """Return how many steps to cut at the start because single steps are clearly unlike the others,
-    as in compilation or allocation.
+    as in compilation or allocation; 0 if none is, at most `max_cut`.
 
-    A step is unlike if it is more than 8 robust deviations (and 1 %) from the median of all steps
-    but the first five. Typical steps between unlike ones are cut too, if fewer than five follow one
-    another. At most `max_cut`.
+    A step is unlike if it is more than 8 robust deviations, and more than 1 %, from the median of
+    all steps but the first five. The cut ends after the last unlike step; typical steps before it
+    are cut too, but the search ends at five typical ones in a row.
     """
     others = time_s[GROUP_STEPS:]
     usual = median(others)
@@ -169,11 +169,11 @@ def _cut_unlike_start(time_s: Sequence[float], max_cut: int) -> int:
 
 def _cut_gradual_start(time_s: Sequence[float], max_cut: int) -> int:
     """Return how many steps to cut at the start because of a change too small or too slow to show
-    in single steps; 0 if there is none.
+    in single steps: a multiple of 5, at most `max_cut`; 0 if there is none, or fewer than 30 steps.
 
     MSER-5 (White 1997) over medians of five steps instead of means, so that a lone slow step does
-    not count. Of all cuts it takes the first that is nearly the best, because the best itself cuts
-    a third of all steady runs. A multiple of 5, at most `max_cut`.
+    not count. Of all cuts it takes the first whose score is at most 2.5 times the best, because the
+    best itself cuts a third of all steady runs.
     """
     medians = [
         median(time_s[i : i + GROUP_STEPS])
@@ -189,8 +189,9 @@ def _cut_gradual_start(time_s: Sequence[float], max_cut: int) -> int:
 
 
 def _compute_mser_scores(values: Sequence[float]) -> list[float]:
-    """Return for each index the MSER score of the values from there on: their squared standard
-    error of the mean, up to a factor.
+    """Return for each index the MSER score of the values from there to the end: the sum of squared
+    deviations from their mean over the square of their number, which is their squared standard
+    error up to a factor.
 
     Computed in one pass from the end (Welford 1962): a run may have 100,000 steps, and equal values
     must give exactly 0.

@@ -36,11 +36,13 @@ NO_TIME = Message("straggler.no_time")
 
 @dataclass(frozen=True)
 class RankTime:
-    """A rank's own time in a step, or a replica's in a pass, in seconds; means over steps.
+    """A rank's own time in a step, or a replica's in a pass, in seconds; for steps, means over the
+    steady window. A row of `Stragglers`.
 
-    `others_s` is the median of the other ranks' times. `spread_s` is half of the 95 % interval of
-    `cost_s`; None for a single step or pass. `wait_s` is the time in phases `meet` and `exchange`;
-    None if it is not marked.
+    `own_s` is its time before it meets the others, `others_s` the median of the others' times,
+    `cost_s` the difference. `spread_s` is half of the 95 % interval of `cost_s`; None for a single
+    step or a pass. `wait_s` is the time in phases `meet` and `exchange`; None if waiting is not
+    separate.
     """
 
     ranks: tuple[int, ...]  # one, or all ranks of a replica
@@ -67,10 +69,12 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The times of all ranks (or replicas), slowest first.
+    """The times of all ranks (or replicas) of a run, slowest first, from `find_stragglers`.
 
     `basis` says what a rank's own time is: "compute" is phases data and compute of a step, "data"
-    is phase data alone, "pass" is the whole pass of a replica.
+    is phase data alone, "pass" is the whole pass of a replica. `share` is the part of a step or
+    pass lost to the slowest, `is_slow` whether that is worth a note. `more_work` explains it by
+    more tokens.
     """
 
     basis: OwnTimeBasis
@@ -110,8 +114,8 @@ class Stragglers:
 
     @property
     def is_slow(self) -> bool:
-        """Return whether the slowest costs more than 2 % of a step, and more than chance explains
-        (`spread_s`).
+        """Return whether the slowest rank costs more than 2 % of a step (or pass), and more than
+        chance explains: more than its `spread_s`, if that is known.
         """
         spread_s = self.slowest.spread_s
         return self.share > MIN_NOTED_SHARE and (spread_s is None or self.cost_s > spread_s)
@@ -119,17 +123,20 @@ class Stragglers:
 
 @dataclass(frozen=True)
 class UnknownStragglers:
-    """The reason why no slowest rank can be told."""
+    """The reason, as a message, why no slowest rank can be told: one of `ALONE`, `ONE_REPLICA`,
+    `UNFINISHED`, `NOT_SEPARATE` and `NO_TIME`.
+    """
 
     reason: Message
 
 
 def find_stragglers(record: Record) -> Stragglers | UnknownStragglers:
-    """Return the times of all ranks, slowest first, or why they cannot be told.
+    """Return the times of all ranks, slowest first, or why they cannot be told
+    (`UnknownStragglers`).
 
-    Over the steps of the steady window if ranks meet in every step (training), else over the
-    headline pass by replica. Unknown with one device, one replica, missing ranks, compute time that
-    includes waiting, or no time.
+    They are compared over the steps of the steady window if ranks meet in every step (training),
+    else by replica over the headline pass. Unknown with one device, with one replica in scoring, if
+    ranks are missing, if an engine does not mark the phases needed, or if steps took no time.
     """
     if passes.count_devices(record) < 2:
         return UnknownStragglers(ALONE)
@@ -144,8 +151,9 @@ def find_stragglers(record: Record) -> Stragglers | UnknownStragglers:
 
 
 def straggler_share(record: Record) -> Result:
-    """Formula of metric `straggler_share`: the share of a step (or pass) lost to the slowest rank;
-    None with the reason if it cannot be told.
+    """Formula of metric `straggler_share`: the share (0 to 1) of a step or pass that would be saved
+    if the slowest rank were as fast as the median of the others; the note names the rank. Without a
+    value, with the reason, if it cannot be told.
     """
     result = find_stragglers(record)
     if isinstance(result, UnknownStragglers):
@@ -157,8 +165,9 @@ def straggler_share(record: Record) -> Result:
 
 
 def make_straggler_note(record: Record) -> Message | None:
-    """Return a note that names the slowest rank or replica and what it costs; None if none is slow
-    or it cannot be told.
+    """Return a note that names the slowest rank or replica with its host, its share of a step or
+    pass, its own and the others' time, and whether it had more work; None if it is not slow
+    (`is_slow`) or cannot be told.
     """
     result = find_stragglers(record)
     if isinstance(result, UnknownStragglers) or not result.is_slow:
@@ -179,8 +188,8 @@ def make_straggler_note(record: Record) -> Message | None:
 
 
 def _name_ranks(rank_time: RankTime, is_replica: bool) -> Message:
-    """Return a message that names a rank, or the first and last rank of a replica (`is_replica`),
-    with its host if known.
+    """Return a message that names the rank of a row, or, with `is_replica`, the first and last rank
+    of a replica; with its host if known.
     """
     ranks = (
         {"first": rank_time.ranks[0], "last": rank_time.ranks[-1]}
@@ -200,10 +209,12 @@ def _format_time(time_s: float) -> str:
 
 
 def _compare_by_step(record: Record) -> Stragglers | UnknownStragglers:
-    """Compare ranks over the steps of the steady window.
+    """Compare ranks over the steps of the steady window; each step's own time with the median of
+    the other ranks in that step.
 
-    A rank's own time is data + compute if every step marks compute and exchange; data alone if
-    ranks exchange inside the compute phase; otherwise, and if a rank has no steps, Unknown.
+    A rank's own time is data + compute if every step marks phases compute and exchange; data alone
+    if the engine exchanges inside the compute phase and marks data in every step, and then `wait_s`
+    and `tokens` are None. UnknownStragglers in all other cases, and if a rank has no steps.
     """
     rate_span = passes.find_rate_span(record)
     if rate_span is None or len(rate_span.steps) < passes.count_devices(record):
@@ -259,8 +270,9 @@ def _waiting_s(sample: Sample) -> float:
 
 
 def _compare_by_pass(record: Record) -> Stragglers | UnknownStragglers:
-    """Compare replicas over the headline pass, in which they do not meet; a replica's time is that
-    of its slowest rank. Unknown with fewer than two replicas or missing ranks.
+    """Compare replicas over the headline pass, in which they do not meet; a replica's time is the
+    wall time of its slowest rank, the whole time that of the slowest replica. UnknownStragglers
+    with fewer than two replicas, without a headline pass, or if a rank did not run it.
     """
     pass_name = passes.find_headline_pass(record)
     if record.plan.dp < 2:
@@ -308,7 +320,9 @@ def _make_rank_time(
     wait_s: float | None,
     tokens: int | None,
 ) -> RankTime:
-    """Make the row of a rank or replica; host and device names come from the ranks' facts."""
+    """Return the row of a rank or replica; host and device are the distinct names of its ranks,
+    joined by ", ", None if unknown. Times are in seconds.
+    """
     facts = [facts_by_rank[rank] for rank in ranks if rank in facts_by_rank]
     hosts, devices = (
         _join_unique([rank_facts.host for rank_facts in facts]),
@@ -323,8 +337,8 @@ def _join_unique(names: list[str | None]) -> str | None:
 
 
 def _sort_ranks(basis: OwnTimeBasis, step_s: float, rows: list[RankTime]) -> Stragglers:
-    """Return the rows sorted from slowest to fastest, with `more_work` set if the slowest has over
-    1.02 times the median tokens of the others.
+    """Return the rows sorted by `cost_s` from slowest to fastest, equal ones by rank. `more_work`
+    is the slowest's tokens over the median tokens of the others if that is above 1.02, else None.
     """
     slowest, *others = sorted(rows, key=lambda row: (-row.cost_s, row.ranks))
     known = [row.tokens for row in others if row.tokens is not None]
@@ -346,8 +360,8 @@ def _sum_tokens(steps: list[Sample]) -> int:
 
 
 def _interval_half_width(values: Sequence[float]) -> float | None:
-    """Return half of the 95 % interval of the mean of these values (Student's t); None for fewer
-    than two.
+    """Return half the width of the 95 % interval of the mean of these values (Student's t, values
+    taken as independent); None for fewer than two.
     """
     if len(values) < 2:
         return None
@@ -357,8 +371,8 @@ def _interval_half_width(values: Sequence[float]) -> float | None:
 
 
 def _medians_of_others(values: Sequence[float]) -> list[float]:
-    """Return for each value the median of all other values; needs at least two. Sorts once, because
-    a run may have thousands of ranks.
+    """Return for each value, in the same order, the median of all other values; needs at least two.
+    Sorts once, because a run may have thousands of ranks.
     """
     order = sorted(range(len(values)), key=lambda index: values[index])
     ordered = [values[index] for index in order]

@@ -26,8 +26,8 @@ MAX_SLOWER = 0.01  # share; if the profile is slower by more, rows are shares of
 
 @dataclass(frozen=True)
 class WaterfallRow:
-    """One row of a waterfall. `name` is a key of the catalogue of words, which explains it and what
-    to try.
+    """One row of a waterfall: an activity or loss and its seconds, which may be negative. `name` is
+    a key of the catalogue of words, which explains it and what to try.
     """
 
     name: str
@@ -37,11 +37,12 @@ class WaterfallRow:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """The time of one rank, divided into rows that add up to `whole_s` within 1 %.
+    """The time of one rank, divided into rows that add up to `whole_s` within 1 %; made by
+    `make_waterfalls`.
 
     `steps` is the number of steps it covers, `measured_s` the measured time of the same work.
     `profile` is None if the rows come from samples. `bandwidth_bytes_per_s` is the datasheet's
-    memory bandwidth; None if unknown.
+    memory bandwidth; None if unknown. `is_impossible` and `is_close` say whether to believe it.
     """
 
     rank: int
@@ -53,8 +54,8 @@ class Waterfall:
 
     @property
     def kernels(self) -> tuple[KernelFacts, ...]:
-        """Return the profiled kernels that are neither matmuls nor attention, largest first; empty
-        without a profile.
+        """Return the profiled kernels of a waterfall that are neither matmuls nor attention, in the
+        order of the profile (largest first); empty without a profile.
         """
         all_kernels = self.profile.kernels if self.profile else []
         return tuple(kernel for kernel in all_kernels if kernel.kind not in ("matmul", "attention"))
@@ -86,11 +87,13 @@ class Waterfall:
 
 @dataclass(frozen=True)
 class _ProfileTimes:
-    """The times of a profile that rows are computed from, in seconds.
+    """The times of a profile that the rows of a waterfall are computed from, in seconds; made by
+    `_make_profile_times`.
 
-    `kinds` has the kernels' time by kind. The ideal times are those of the model FLOPs at the
-    datasheet's peak; None if no peak is known. `recomputed_share` is the share of matmul and
-    attention time that recomputes activations to save memory.
+    `kinds` has the kernels' time by kind (matmul, attention, other, copy, communication, bubble).
+    The ideal times are those of one rank's model FLOPs at the datasheet's peak; None if no peak is
+    known. `recomputed_share` is the share of matmul and attention time that recomputes activations
+    to save memory.
     """
 
     profile: Profile
@@ -152,8 +155,8 @@ NAMES_WITHOUT_PEAK = {"matmul": "matmuls", "attention": "attentions"}
 
 
 def make_waterfalls(record: Record) -> list[Waterfall]:
-    """Return one waterfall for each profiled rank; without profiles one from the samples; empty if
-    nothing was measured.
+    """Return one waterfall for each profiled rank whose measured time is known; for a record
+    without profiles one of the slowest rank, from its samples; empty if nothing was measured.
     """
     candidates = [_from_profile(record, profile) for profile in record.profile] or [
         _from_samples(record)
@@ -162,10 +165,12 @@ def make_waterfalls(record: Record) -> list[Waterfall]:
 
 
 def _from_profile(record: Record, profile: Profile) -> Waterfall | None:
-    """Return the waterfall of a profile; None if the measured time of its work is unknown.
+    """Return the waterfall of a profile (of one rank, `--explain`); None if the measured time of
+    its work is unknown.
 
-    Without a datasheet peak, matmuls and attention are rows of their whole time. Measured time
-    beyond the profile's is row `unexplained`.
+    Rows are `PROFILE_ROWS`, of which kernel rows are merged if one would be negative. Without a
+    datasheet peak, matmuls and attention are rows of their whole time (`matmuls`, `attentions`).
+    Measured time beyond the profile's is row `unexplained`.
     """
     measured_s = _measured_s(record, profile)
     if not measured_s:
@@ -179,8 +184,9 @@ def _from_profile(record: Record, profile: Profile) -> Waterfall | None:
 
 
 def _merge_negative_rows(times: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Merge as few of the kernel rows as needed for none to be negative; if merging all does not
-    suffice, return them all merged.
+    """Return the (name, seconds) pairs as they are if none is negative; else with matmul and
+    attention as one row `products`, or, if a row is still negative, these and other as one row
+    `kernels`, even if that is negative. The merged row stands where the first of its parts was.
     """
     rows = times
     for name, parts in MERGED_ROWS:
@@ -194,12 +200,13 @@ def _merge_negative_rows(times: list[tuple[str, float]]) -> list[tuple[str, floa
 
 
 def _from_samples(record: Record) -> Waterfall | None:
-    """Return a waterfall of the slowest rank from its samples.
+    """Return a waterfall of the slowest rank of the span that rates are taken over, from its
+    samples.
 
-    Rows are `peak` (causal FLOPs at the datasheet's peak), `rate` (more time at the measured matmul
-    rate), each phase, and `rest`. If the matmuls at the measured rate would take longer than the
-    time outside the phases, `rate` and `rest` are one row `together`. None if there is no span, no
-    tokens, or times that a program reported.
+    Rows are `peak` (causal FLOPs at the datasheet's peak, 0 s if unknown), `rate` (more time at the
+    measured matmul rate), each phase but compute, and `rest`. If matmuls at the measured rate would
+    take longer than the time outside these phases, `rate` and `rest` are one row `together`, last.
+    None if there is no span, no time, no tokens, or times that a program reported.
     """
     rate_span, forwards = passes.find_rate_span(record), record.task.kind_row.forwards
     if (
@@ -242,7 +249,9 @@ def _make_waterfall(
     times: list[tuple[str, float]],
     profile: Profile | None,
 ) -> Waterfall:
-    """Make a waterfall of (name, seconds) pairs; rows of 0 s are left out."""
+    """Return a waterfall of (name, seconds) pairs in this order; rows of 0 s are left out, and
+    shares are relative to `_whole_s`. The memory bandwidth comes from the record's datasheet row.
+    """
     whole_s = _whole_s(profile, measured_s)
     rows = tuple(WaterfallRow(name, time_s, time_s / whole_s) for name, time_s in times if time_s)
     peak = record.environment.hardware.peak
@@ -252,8 +261,8 @@ def _make_waterfall(
 
 
 def _whole_s(profile: Profile | None, measured_s: float) -> float:
-    """Return the seconds that shares are relative to: the measured time, or the profile's if that
-    is more than 1 % longer.
+    """Return the seconds that a waterfall's shares are relative to: the measured time, or the
+    profile's (`_profile_s`) if that is more than 1 % longer; the measured time without a profile.
     """
     profile_s = 0.0 if profile is None else _profile_s(profile)
     return profile_s if profile_s > (1 + MAX_SLOWER) * measured_s else measured_s
@@ -267,10 +276,11 @@ def _profile_s(profile: Profile) -> float:
 
 
 def _measured_s(record: Record, profile: Profile) -> float | None:
-    """Return the seconds that the profiled work takes at the rate of the measured span; None if
-    either counted no work.
+    """Return the seconds that the profiled work takes at the rate of the span that rates are taken
+    over; None if either counted no tokens or FLOPs.
 
-    Work is compared in causal FLOPs; a profile is of one replica, the span of all.
+    Work is compared in causal FLOPs. A profile is of one replica, the span of all, so that its
+    share is multiplied by DP.
     """
     rate_span, forwards = passes.find_rate_span(record), record.task.kind_row.forwards
     if rate_span is None or not profile.counts.get("tokens") or not rate_span.counts.get("tokens"):
@@ -287,7 +297,10 @@ def _measured_s(record: Record, profile: Profile) -> float | None:
 
 
 def _make_profile_times(record: Record, profile: Profile) -> _ProfileTimes:
-    """Sum a profile's kernels by kind, and compute the ideal times of its FLOPs on one rank."""
+    """Return a profile's kernel seconds summed by kind, the ideal seconds of its matmul and
+    attention FLOPs on one rank at the datasheet's peak (None without a peak), and the share that is
+    recomputation. FLOPs of a replica are divided evenly over its TP · PP ranks.
+    """
     question, plan = record.question, record.plan
     kinds: dict[str, float] = {}
     for kernel in profile.kernels:
@@ -304,9 +317,10 @@ def _make_profile_times(record: Record, profile: Profile) -> _ProfileTimes:
 
 
 def _recomputed_share(record: Record, profile: Profile, step_flops: int) -> float:
-    """Return the share of matmul and attention work that is a second forward of the layers: 0
-    unless the run trains with recompute "full". What "selective" recomputes is the engine's choice
-    and not counted.
+    """Return the share (0 to 1) of matmul and attention FLOPs that is a second forward of the
+    layers, without logits: 0 unless the run trains with recompute "full". `step_flops` are the
+    profile's causal FLOPs without it. What "selective" recomputes is the engine's choice and not
+    counted.
     """
     if not record.task.kind_row.trains or record.tune.recompute != "full":
         return 0.0

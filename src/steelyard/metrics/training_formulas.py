@@ -28,8 +28,8 @@ NON_TRAINING_PHASES = ("evaluate", "checkpoint")  # phases of the pass in which 
 
 
 def _divide_work(record: Record, time_s: float | None) -> Result:
-    """Return all work of the pass (tokens or samples, all replicas) over `time_s`; absent if there
-    is no work or no positive time.
+    """Return all work of pass `train` (tokens or samples, all replicas) per second of `time_s`;
+    without a value if there is no work or no positive time.
     """
     count = sum_counts(record, TRAINING_PASS).get(work_name(record))
     return (
@@ -40,23 +40,25 @@ def _divide_work(record: Record, time_s: float | None) -> Result:
 
 
 def p_whole(record: Record) -> Result:
-    """Return tokens or samples per second over the wall time of the whole pass, including
-    evaluations, checkpoints and data waits.
+    """Return tokens or samples per second of all devices, over the wall time of the whole pass
+    `train`, including evaluations, checkpoints and data waits; without a value if it did not run or
+    counted nothing.
     """
     return _divide_work(record, wall_s(record, TRAINING_PASS))
 
 
 def p_train(record: Record) -> Result:
-    """Return tokens or samples per second over the wall time of the whole pass without evaluations
-    and checkpoints.
+    """Return tokens or samples per second of all devices, over the wall time of the whole pass
+    `train` less that of evaluations and checkpoints (of the rank that spent most on them); without
+    a value if it did not run, counted nothing or no time is left.
     """
     time_s = wall_s(record, TRAINING_PASS)
     return _divide_work(record, None if time_s is None else time_s - _non_training_s(record))
 
 
 def _non_training_s(record: Record) -> float:
-    """Return the seconds of the pass spent on evaluations and checkpoints, on the rank that spent
-    most; 0 if none did.
+    """Return the seconds of pass `train` in phases `evaluate` and `checkpoint`, on the rank that
+    spent most; 0 if there were none.
     """
     by_rank = stats.group_by(select_samples(record, TRAINING_PASS), lambda sample: sample.rank)
     sums = (
@@ -69,8 +71,9 @@ def _non_training_s(record: Record) -> float:
 
 
 def p_core(record: Record) -> Result:
-    """Return tokens or samples per second of compute time, in the steady window; None if the engine
-    does not separate compute time.
+    """Return tokens or samples per second of compute time (phases compute and exchange) of all
+    devices, in the steady window; without a value, with the reason, if there is no window or the
+    engine does not separate compute time.
     """
     rate_span = find_rate_span(record)
     if rate_span is None:
@@ -86,7 +89,8 @@ def p_core(record: Record) -> Result:
 
 
 def list_step_values(record: Record, value_name: str) -> list[float | None]:
-    """Return a value of every working step, such as "loss" or "grad_norm", in step order.
+    """Return a value of every working step of pass `train`, such as "loss" or "grad_norm", in step
+    order; steps that lack it are left out.
 
     It is read from the lowest rank, since all ranks have the same. None stands for a number that is
     not finite. In a resumed run losses (only these) begin with those of the run that it resumed.
@@ -111,7 +115,9 @@ def list_step_values(record: Record, value_name: str) -> list[float | None]:
 
 
 def _mean_loss(losses: list[float | None]) -> Result:
-    """Return the mean of the losses; without a value if there are none, or one is not finite."""
+    """Return the mean of the losses; without a value, with the reason, if there are none, or one is
+    None, which stands for a loss that is not finite.
+    """
     finite = [value for value in losses if value is not None]
     if not losses:
         return Result(None, Message("metric.no_loss"))
@@ -128,24 +134,26 @@ def _count_tenth(losses: list[float | None]) -> int:
 
 
 def loss(record: Record) -> Result:
-    """Return the mean training loss (nats) of the last tenth of the steps, at least one; None if
-    one of them is not finite.
+    """Return the mean training loss (nats) of the last tenth of the steps, rounded down, at least
+    one; without a value if there are none or one of them is not finite. Steps before a restart
+    count.
     """
     losses = list_step_values(record, "loss")
     return _mean_loss(losses[-_count_tenth(losses) :])
 
 
 def loss_first(record: Record) -> Result:
-    """Return the mean training loss (nats) of the first tenth of the steps, at least one; None if
-    one of them is not finite.
+    """Return the mean training loss (nats) of the first tenth of the steps, rounded down, at least
+    one; without a value if there are none or one of them is not finite. Steps before a restart
+    count.
     """
     losses = list_step_values(record, "loss")
     return _mean_loss(losses[: _count_tenth(losses)])
 
 
 def grad_norm(record: Record) -> Result:
-    """Return the gradient norm of the last step, before clipping; None if there is none or it is
-    not finite.
+    """Return the gradient norm of the last working step, before clipping; without a value, with the
+    reason, if no step has one or the last is not finite.
     """
     norms = list_step_values(record, "grad_norm")
     if not norms:
@@ -154,10 +162,11 @@ def grad_norm(record: Record) -> Result:
 
 
 def mem_predicted(record: Record) -> Result:
-    """Return the GiB that the fullest pipeline stage must hold, predicted from shapes, precision,
-    tune and plan; the note lists its parts.
+    """Return the GiB that a device of the fullest pipeline stage must hold in training, predicted
+    from shapes, precision, tune and plan; the note lists its parts.
 
-    None for models other than llama, and if the layers cannot be divided into that many stages.
+    Without a value for models other than Llama's family, cases that do not train, and more stages
+    than layers (or than 1024).
     """
     question = record.question
     if not isinstance(question.model, LlamaModel) or question.train is None:

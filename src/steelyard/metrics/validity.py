@@ -44,10 +44,13 @@ MIN_UNACCOUNTED_S = 0.01
 
 @dataclass(frozen=True)
 class Judgement:
-    """What follows from a record's evidence, as messages that are not yet in a language.
+    """What follows from a record's evidence, as messages that are not yet in a language; made by
+    `judge_as_messages`.
 
-    `reasons` are (code, message) of checks that did not pass; none means valid. `unevaluated` says
-    why the quality is not checked against the gate; None if it is.
+    `checks` are all checks, passed or not, in the order of the rules. `reasons` are (code, message)
+    of the checks that did not pass; none means valid. `notes` do not affect validity. `quality` is
+    the value of the quality metric; `unevaluated` says why it is not checked against the gate, None
+    if it is.
     """
 
     checks: tuple[CheckResult, ...]
@@ -63,8 +66,11 @@ RecordNotes = list[str | Message]
 def judge_record(
     record: Record, metrics: dict[str, Value]
 ) -> tuple[list[Check], list[Reason], RecordNotes, Quality]:
-    """Apply all rules and return checks, reasons against validity (empty: valid), notes and
-    quality, as a record of its wording stores them.
+    """Apply all rules of `RULES` and return (checks, reasons against validity, notes, quality); no
+    reasons means valid.
+
+    Texts have the form that a record of its wording stores: messages, or English sentences in older
+    records. The record is not changed.
     """
     judgement = judge_as_messages(record, metrics)
     checks = [
@@ -80,8 +86,9 @@ def judge_record(
 
 
 def judge_as_messages(record: Record, metrics: dict[str, Value]) -> Judgement:
-    """Apply all rules in the order of `RULES` and return checks, reasons, notes and quality as
-    messages. A reason is added for each check that did not pass and has a reason code.
+    """Apply all rules in the order of `RULES` to a record and its derived metrics, and return
+    checks, reasons, notes and quality as messages. A check that did not pass becomes a reason if
+    its finding has a reason code.
     """
     all_findings = [finding for rule in RULES for finding in rule(record, metrics)]
     failed_checks = [
@@ -100,8 +107,12 @@ def judge_as_messages(record: Record, metrics: dict[str, Value]) -> Judgement:
 
 
 def evaluate_quality(record: Record, metrics: dict[str, Value]) -> tuple[Quality, Message | None]:
-    """Return the quality of a record (the gate's metric, else the task's), and why the gate may not
-    be applied to it; None if it may.
+    """Return (quality of a record, why the case's gate may not be applied to it); the second is
+    None if it may.
+
+    The metric is the gate's, without a gate the task's own; its value comes from `metrics`, None if
+    it is missing there. The gate may not be applied if a need of `_list_unmet_needs` is not met or
+    the value is unknown. `Quality.note` is the same reason as the record stores it.
     """
     gate = record.case.gate
     metric = gate.metric if gate else record.task.quality
@@ -114,9 +125,12 @@ def evaluate_quality(record: Record, metrics: dict[str, Value]) -> tuple[Quality
 
 
 def _list_unmet_needs(record: Record, metrics: dict[str, Value]) -> list[Message]:
-    """Return a message for each condition for applying the gate that the run does not meet: a gate,
-    an unchanged question, a full scope, what the kind of work needs, and a known value of the
-    metric that it is compared with.
+    """Return a message for each condition for applying the gate that the run does not meet; empty
+    if all are met.
+
+    The conditions: the case has a gate, the command line changed nothing in the question (precision
+    and division apart), the scope is full, those of the kind of work (`Kind.gate_needs`), and, for
+    a gate `below` another metric, a known value of that metric.
     """
     gate = record.case.gate
     needs = [
@@ -137,8 +151,9 @@ def _list_unmet_needs(record: Record, metrics: dict[str, Value]) -> list[Message
 
 
 def needs_of_scoring(record: Record) -> list[tuple[bool, Message]]:
-    """Return (whether it holds, message if not) for what scoring needs for its gate: full size,
-    trained weights, the published data.
+    """Return (whether it holds, message if not) for each of the three needs of scoring before its
+    gate applies: size full, trained weights, and data that are not known to differ from the
+    published ones. `Kind.gate_needs` names this function.
     """
     size = (record.case.size == "full", Message("quality.smoke"))
     return [
@@ -149,9 +164,10 @@ def needs_of_scoring(record: Record) -> list[tuple[bool, Message]]:
 
 
 def needs_of_training(record: Record) -> list[tuple[bool, Message]]:
-    """Return (whether it holds, message if not) for what training needs for its gate: in full size
-    the published data, and trained weights if the task starts from such; nothing in other sizes,
-    where a falling loss can be asked of any run.
+    """Return (whether it holds, message if not) for each need of training before its gate applies:
+    in size full, data that are not known to differ from the published ones, and trained weights if
+    the task starts from such. Empty in other sizes, where a falling loss can be asked of any run.
+    `Kind.gate_needs` names this function.
     """
     if record.case.size != "full":
         return []
@@ -168,8 +184,9 @@ def _has_trained_weights(record: Record) -> bool:
 
 
 def _may_be_published_data(record: Record) -> bool:
-    """Return whether the data are the published set, or nobody knows; False if they are known to be
-    others, or no data were read.
+    """Return whether the record's data are the published set, or it is not known (`published` is
+    None); False if they are known to be others, or the record has no such field because no data
+    were read.
     """
     return getattr(record.data, "published", False) is not False
 
@@ -179,14 +196,17 @@ _RANDOM_WEIGHTS, _OTHER_DATA = Message("quality.random"), Message("quality.other
 
 
 def _apply_kind_rules(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
-    """Apply the rules that the record's kind of work names, and yield their findings."""
+    """Validity rule: apply the rules that the record's kind of work names (`Kind.rules`, as
+    `module:function`), in their order, and yield their findings.
+    """
     for rule in record.task.kind_row.rules:
         yield from plugins.load_reference(rule)(record, metrics)
 
 
 def finite_answers(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
-    """Validity rule: check for each pass that all answers are finite numbers; check `finite_PASS`,
-    reason `nan`.
+    """Validity rule: yield for each pass whose answers the task tallies one check `finite_PASS`
+    (reason `nan`), which passes if no answer is NaN or infinite. Nothing without answers. `metrics`
+    is not used.
     """
     for pass_name, noun, tally in _list_tallies(record):
         message_values: MessageValues = {
@@ -201,8 +221,9 @@ def finite_answers(record: Record, metrics: dict[str, Value]) -> Iterator[Findin
 
 
 def finite_values(record: Record, metrics: dict[str, Value]) -> list[Finding]:
-    """Validity rule: return a failed check (reason `nan`) if a step recorded a value that is not
-    finite, naming the first; otherwise nothing.
+    """Validity rule: return one failed check `finite_values` (reason `nan`) if a sample of any pass
+    has a value that is not finite (stored as None), naming pass, step and rank of the first;
+    otherwise an empty list. `metrics` is not used.
     """
     bad_sample = next((sample for sample in record.samples if None in sample.values.values()), None)
     message_values: MessageValues = (
@@ -218,19 +239,21 @@ def finite_values(record: Record, metrics: dict[str, Value]) -> list[Finding]:
 
 
 def _find_early_stop(record: Record) -> EarlyStop | None:
-    """Return why and at which step training ended early; None if it did not, or there are no
-    answers.
+    """Return why (`nan`, `bound` or `target`) and at which step training ended early, as the task
+    reads it from the record's answers; None if it did not, or there are no answers.
     """
     answers = record.answers
     return None if answers is None else record.task.stopped(answers)
 
 
 def finite_losses(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
-    """Validity rule: check that all training losses are finite (`finite_loss`), that training did
-    not end because a loss exceeded its bound (`loss_bound`), and that losses on held-out data are
-    finite (`finite_before`, `finite_after`).
+    """Validity rule of training: yield check `finite_loss` (reason `nan`) on the loss of every
+    step, if there are losses or an early stop; a failed check `loss_bound` (reason `loss_bound`)
+    only if training ended because a loss exceeded its bound; and `finite_before` and `finite_after`
+    (reason `nan`) on losses on held-out data, for those passes that were evaluated.
 
-    Gradient norms are not checked: loss scaling in fp16 makes them overflow on purpose.
+    Gradient norms are not checked: loss scaling in fp16 makes them overflow on purpose. `metrics`
+    is not used.
     """
     losses, stopped = training_formulas.list_step_values(record, "loss"), _find_early_stop(record)
     why = stopped.why if stopped else None
@@ -263,8 +286,9 @@ def finite_losses(record: Record, metrics: dict[str, Value]) -> Iterator[Finding
 
 
 def _list_tallies(record: Record) -> list[tuple[str, str, Tally]]:
-    """Return (pass, noun of its items, tally of its answers) for each pass whose items must all be
-    answered; empty if there are no answers.
+    """Return (pass name, the task's noun for an item, tally of answers) for each pass in the
+    record's outputs that the task tallies; empty if there are no answers. A tally counts items, and
+    those not answered, answered twice or not finite.
     """
     task, answers = record.task, record.answers
     if answers is None:
@@ -276,10 +300,12 @@ def _list_tallies(record: Record) -> list[tuple[str, str, Tally]]:
 
 
 def covered_items(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
-    """Validity rule: check for each pass that every item in scope was answered exactly once; reason
-    `coverage`.
+    """Validity rule: yield for each pass whose answers the task tallies a check that every item in
+    scope was answered exactly once; reason `coverage`.
 
-    If `--steps` ended a pass early, items may be missing, and none may be answered twice.
+    The check is `covered_PASS`, or `covered_PASS_NOUNs` (the task's noun for an item) for a pass in
+    global batches. If `--steps` ended a pass of scoring early, items may be missing, and none may
+    be answered twice. `metrics` is not used.
     """
     kind = record.task.kind_row
     may_be_partial = kind.cut_by_steps and record.scope.steps is not None
@@ -301,10 +327,12 @@ def covered_items(record: Record, metrics: dict[str, Value]) -> Iterator[Finding
 
 
 def covered_steps(record: Record, metrics: dict[str, Value]) -> list[Finding]:
-    """Validity rule: check that every rank made every training step in scope, or those until the
-    target was reached, without those before a restart; reason `coverage`.
+    """Validity rule of training: return one check `covered_train` (reason `coverage`) that every
+    rank made as many working steps as expected, on the rank that is farthest off.
 
-    The check is on the rank that is farthest off. Nothing for a run that failed before training.
+    Expected are the steps of `--steps`, else those of the question, or those until the target was
+    reached, less those before the last restart. Empty for a run that failed before any rank
+    trained. `metrics` is not used.
     """
     ranks = {window.rank for window in passes.select_windows(record, "train")}
     if not ranks and record.failure is not None:
@@ -325,10 +353,11 @@ def covered_steps(record: Record, metrics: dict[str, Value]) -> list[Finding]:
 
 
 def counted_all(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
-    """Validity rule: check in division closed that the samples of each pass count exactly the
-    tokens of the data; reason `tokens`.
+    """Validity rule: yield for each pass that has samples a check `counted_PASS` (reason `tokens`)
+    that they count, all replicas together, exactly the tokens of the data.
 
-    Nothing in division open, with `--steps`, or if the data's tokens are unknown.
+    Only in division closed; nothing in division open, with `--steps`, or if the data's tokens are
+    unknown. `metrics` is not used.
     """
     expected = getattr(record.data, "tokens", None)
     if expected is None or record.case.division != "closed" or record.scope.steps is not None:
@@ -342,9 +371,9 @@ def counted_all(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
 
 
 def counted_any(record: Record, metrics: dict[str, Value]) -> list[Finding]:
-    """Validity rule: check that the training pass counted any tokens; reason `tokens`. A corpus is
-    larger than what is trained on, so no exact number can be asked. Nothing if there was no such
-    pass.
+    """Validity rule of training: return one check `counted_train` (reason `tokens`) that pass
+    `train` counted more than 0 tokens; empty if there was no such pass. A corpus is larger than
+    what is trained on, so no exact number can be asked. `metrics` is not used.
     """
     if not passes.select_windows(record, "train"):
         return []
@@ -362,11 +391,12 @@ def _select_judged_windows(record: Record) -> list[PassFacts]:
 
 
 def _check_accounted_time(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
-    """Check for each pass on each rank that its steps cover at least 95 % of its wall time, or
-    leave less than 10 ms; check `accounted_PASS`, reason `unaccounted`.
+    """Validity rule: yield for each judged pass (`Kind.judged`) on each rank a check
+    `accounted_PASS` (reason `unaccounted`) that its steps cover at least 95 % of its wall time, or
+    leave less than 10 ms.
 
-    Passes without instrumentation are skipped. If a program reported step times, the host's times
-    of the steps count.
+    Passes without instrumentation (`Kind.bare`) are skipped. If an external program reported the
+    step times, the host's times of the steps count instead. `metrics` is not used.
     """
     for window in _select_judged_windows(record):
         if window.pass_name in record.task.kind_row.bare:
@@ -400,11 +430,12 @@ def _check_accounted_time(record: Record, metrics: dict[str, Value]) -> Iterator
 
 
 def _check_interval(record: Record, metrics: dict[str, Value]) -> list[Finding]:
-    """Check that the 95 % interval of `tokens_per_device_s`, relative to its value, is no wider
-    than the case's `max_interval`; reason `interval`.
+    """Validity rule: return one check `interval` (reason `interval`) that the whole width of the 95
+    % interval of metric `tokens_per_device_s`, as a share of its value, is at most the case's
+    `max_interval`.
 
-    Without an interval: a note if there are too few steps for one, else the check fails. Nothing
-    for size smoke, without a limit or without a value.
+    Without an interval: only a note if the span has fewer than 5 steps with tokens a device, else
+    the check fails. Empty for size smoke, without a limit or without a value.
     """
     limit, value = record.case.max_interval, metrics.get("tokens_per_device_s")
     if limit is None or record.case.size == "smoke" or value is None or value.value is None:
@@ -432,12 +463,13 @@ def _check_interval(record: Record, metrics: dict[str, Value]) -> list[Finding]:
 
 
 def _check_devices(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
-    """Check telemetry of each device inside the judged passes: clock slowdowns and other processes.
-    Size smoke is skipped.
+    """Validity rule: check the telemetry of each device during the judged passes for clock
+    slowdowns and other processes. Nothing for size smoke; `metrics` is not used.
 
-    A slowdown reason whose severity is "invalidates" yields a failed check (reason `slowdown`),
-    "note" (also for unknown reasons) a note. Check `alone` (reason `shared`) appears if the device
-    counts its processes.
+    A slowdown reason of severity "invalidates" yields a failed check `clocks_REASON` (reason
+    `slowdown`) with the largest share of readings in any pass, one of severity "note", as unknown
+    reasons are, only a note. If the device counts its processes, a check `alone` (reason `shared`)
+    says whether it had more than one.
     """
     if record.case.size == "smoke":
         return
@@ -475,11 +507,13 @@ def _check_devices(record: Record, metrics: dict[str, Value]) -> Iterator[Findin
 
 
 def _check_gate(record: Record, metrics: dict[str, Value]) -> Iterable[Finding]:
-    """Check the quality against the case's gate; nothing if it is not evaluated.
+    """Validity rule: return the checks of the quality against the case's gate; empty if it may not
+    be applied (`evaluate_quality`).
 
-    A gate has one form: `reach` (value at least that; reason `target_not_reached`), `below` another
-    metric, or `target` within a tolerance (reason `quality`). If a value to reach is unknown in a
-    run that did not fail, the check fails.
+    By the gate's form: `reach` (check `gate`, value at least that; reason `target_not_reached`),
+    `below` (`_check_below`), or `target` (`_check_near_target`); reason `quality` for the last two.
+    If a gate to reach lacks only the value, and the run did not fail, the check fails with reason
+    `quality`.
     """
     (quality_result, why), gate = evaluate_quality(record, metrics), record.case.gate
     if (
@@ -526,9 +560,11 @@ def _check_gate(record: Record, metrics: dict[str, Value]) -> Iterable[Finding]:
 def _check_near_target(
     metric: str, value: float, gate: GateFacts, val: Value | None
 ) -> Iterator[Finding]:
-    """Check that a value is within `gate.within` of its target, and, if `gate.agree_within` is set,
-    that pass `val` agrees with it (`gate_agree`); reason `quality`. `val` is the same metric of
-    pass `val`.
+    """Yield check `gate`, that a value is at most `gate.within` from `gate.target`, and, if
+    `gate.agree_within` is set and `val` has a value, check `gate_agree`, that the two are at most
+    that far apart; reason `quality` for both.
+
+    `val` is the same metric of pass `val`. Nothing if the gate has no target or no `within`.
     """
     if gate.target is None or gate.within is None:
         return
@@ -554,8 +590,9 @@ def _check_near_target(
 
 
 def _check_below(metric: str, value: float, gate: GateFacts, start: float | None) -> list[Finding]:
-    """Check that a value is strictly below `start`, the value of metric `gate.below`, and below
-    `gate.target` if there is one; reason `quality`.
+    """Return one check `gate` (reason `quality`) that a value is strictly below `start`, the value
+    of the metric that `gate.below` names, and below `gate.target`; a limit that is None is not
+    compared.
     """
     known = [limit for limit in (start, gate.target) if limit is not None]
     limit_messages: tuple[Message, ...] = (
@@ -579,9 +616,13 @@ def _check_below(metric: str, value: float, gate: GateFacts, start: float | None
 
 
 def _note_changes(record: Record, metrics: dict[str, Value]) -> list[Finding]:
-    """Return notes on what a reader must know before comparing: a changed question or limits, a
-    modified or earlier case, restarts, a smaller second attempt, a sample or named rows, emulated
-    fp8, a user's own model.
+    """Validity rule: return notes, and no checks, on what a reader must know before comparing;
+    `metrics` is not used.
+
+    On: a question, gate or `max_interval` changed by the command line, a case that differs from the
+    shipped one or is older, each restart, a second attempt with a smaller automatic tune after
+    memory ran out, a sample in division open where prefixes are shared, named subjects or rows,
+    emulated fp8, and a user's own model.
     """
     case, scope = record.case, record.scope
     keys = tuple(list_changed_keys(case.origins))
@@ -611,8 +652,8 @@ def _note_changes(record: Record, metrics: dict[str, Value]) -> list[Finding]:
 
 
 def _make_step_down_note(record: Record, attempt: StepDown) -> Message:
-    """Return the note of a run whose first attempt ran out of memory: the automatic tune that was
-    tried, and the one that ran.
+    """Return the note of a run whose first attempt ran out of memory: the values of the automatic
+    tunes that were tried (`attempt.tune`), and those of the same tunes that ran, as "name=value".
     """
     tried = tuple(f"{name}={value}" for name, value in attempt.tune.items())
     tune = record.tune.model_dump()
@@ -623,8 +664,9 @@ def _make_step_down_note(record: Record, attempt: StepDown) -> Message:
 
 
 def _make_resumed_note(restart: Restart) -> Message:
-    """Return the note of a resumed run: from which record or folder, step and plan, and which
-    damaged checkpoints were passed over.
+    """Return the note of a resumed run: from which record (first 8 characters of its id) or folder
+    it was resumed, from which step and plan, and, as another message, which damaged checkpoints
+    were passed over.
     """
     source = (
         Message("resumed.record", {"record": restart.record[:8]})
@@ -644,7 +686,10 @@ def _make_resumed_note(restart: Restart) -> Message:
 
 
 def _note_straggler(record: Record, metrics: dict[str, Value]) -> list[Finding]:
-    """Return a note that names the slowest rank, if one is slow; it does not affect the status."""
+    """Validity rule: return one note that names the slowest rank or replica if it is slow
+    (`make_straggler_note`), else an empty list; no check, so the status is not affected. `metrics`
+    is not used.
+    """
     straggler_note = stragglers.make_straggler_note(record)
     return [] if straggler_note is None else [make_note(straggler_note)]
 

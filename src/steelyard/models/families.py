@@ -19,8 +19,8 @@ from steelyard.schema import FrozenModel
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Forward FLOPs of a model: for each token, for each pair of a query and a key it sees (in all
-    layers), and for each token whose logits are computed.
+    """Forward FLOPs of a model: `token` for each token, `pair` for each pair of a query and a key
+    it sees (in all layers), and `logit` for each token whose logits are computed.
     """
 
     token: int
@@ -30,10 +30,14 @@ class ForwardFlops:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: its schema, what can be done with it, and references to its code.
+    """A row of the table of model families: `name`, `shape` (the schema of its dimensions in a
+    case), `works` (the kinds of work it supports), `layer_matrices` and `other_parameters` (which
+    give matrices and parameter counts of a shape), `forward` (its FLOPs, if they do not follow from
+    the matrices).
 
-    References are strings `module:function` for `plugins.load`; None where only an engine of
-    another library has that code.
+    The rest are references to code, strings `module:function` for `plugins.load_reference`, or None
+    where only an engine of another library has it: `build`, `random_init`, `placements` (None: no
+    tensor parallelism), `holds`, `checkpoint` and `check_folder`.
     """
 
     name: str
@@ -56,12 +60,16 @@ class Family:
     forward: Callable[[Any], ForwardFlops] | None = None
 
     def count_layer_parameters(self, model: Any) -> int:
-        """Return the number of weights in the matrices of one layer (no norms, no biases)."""
+        """Return the number of weights in the matrices of one layer (no norms, no biases) of a
+        model of this family; `model` is its shape.
+        """
         return sum(matrix.outputs * matrix.inputs for matrix in self.layer_matrices(model))
 
 
 def _list_llama_matrices(model: LlamaModel) -> tuple[LayerMatrix, ...]:
-    """Return a Llama layer's four matrices: QKV, attention output, gate and up, down."""
+    """Return a Llama layer's four matrices as they are multiplied: QKV and gate and up, divided by
+    outputs, attention output and down, divided by inputs.
+    """
     return (
         LayerMatrix("qkv", (model.heads + 2 * model.kv_heads) * model.dim, model.hidden, "outputs"),
         LayerMatrix("out", model.hidden, model.heads * model.dim, "inputs"),
@@ -82,7 +90,9 @@ def _count_llama_other_parameters(model: LlamaModel) -> int:
 
 
 def _list_glm_matrices(model: GlmModel) -> tuple[LayerMatrix, ...]:
-    """Return a GLM layer's four matrices: QKV, attention output, up, down."""
+    """Return a GLM layer's four matrices as they are multiplied: QKV and up, divided by outputs,
+    attention output and down, divided by inputs.
+    """
     return (
         LayerMatrix("qkv", 3 * model.hidden, model.hidden, "outputs"),
         LayerMatrix("out", model.hidden, model.hidden, "inputs"),
@@ -92,8 +102,9 @@ def _list_glm_matrices(model: GlmModel) -> tuple[LayerMatrix, ...]:
 
 
 def _make_auto_matrix(model: AutoModel) -> tuple[LayerMatrix, ...]:
-    """Return one made-up matrix with as many FLOPs as all matmuls of a layer, because only
-    transformers knows the real ones.
+    """Return one made-up matrix, [token_flops / (2 · layers · hidden), hidden] with at least one
+    row, which has as many FLOPs per token as all matmuls of a layer, because only transformers
+    knows the real ones.
     """
     return (
         LayerMatrix(
@@ -106,7 +117,9 @@ def _make_auto_matrix(model: AutoModel) -> tuple[LayerMatrix, ...]:
 
 
 def _count_auto_other_parameters(model: AutoModel) -> int:
-    """Return the model's parameters minus those of the made-up layer matrices."""
+    """Return the model's parameters minus those of all layers' made-up matrices
+    (`_make_auto_matrix`), so that both add up to the true number; it may be negative.
+    """
     matrix = _make_auto_matrix(model)[0]
     return model.parameters - model.layers * matrix.outputs * matrix.inputs
 
@@ -168,8 +181,9 @@ ENTRY_POINT_GROUP = "steelyard.families"
 
 
 def load_families() -> dict[str, Family]:
-    """Return all families by name: shipped ones and those of installed packages. Raises
-    RequestError if two have the same name.
+    """Return all families by name: the shipped ones (llama, glm, auto) and those of installed
+    packages. Raises RequestError if two have the same name, or if a package's row cannot be loaded
+    or is no `Family`.
     """
     return plugins.load_rows_by_name([LLAMA, GLM, AUTO], ENTRY_POINT_GROUP, Family, "family")
 
@@ -186,7 +200,9 @@ def can_do_work(name: str, work: str) -> bool:
 
 
 def find_family(name: str) -> Family:
-    """Return the family of this name; raise RequestError, with all known names, if unknown."""
+    """Return the family of this name, shipped or of an installed package; raise RequestError, with
+    all known names, if unknown.
+    """
     rows = load_families()
     if name not in rows:
         raise RequestError(f"no family {name!r}; known: {', '.join(rows)}")

@@ -51,7 +51,8 @@ class GlmMlp(nn.Module):
 
 
 class GlmBlock(nn.Module):
-    """One transformer block of a GLM.
+    """One transformer block of a GLM: modules input_layernorm, attention, post_attention_layernorm
+    and mlp.
 
     The residual stream comes and leaves as (x, delta), with dropout and addition of delta still to
     do, so that a compiler can fuse both with the norm that follows.
@@ -69,8 +70,9 @@ class GlmBlock(nn.Module):
     def forward(
         self, x: Tensor, delta: Tensor, layout: ClozeLayout, kernel: str, dropout: float
     ) -> GlmStreams:
-        """Return (x, delta), [T, hidden] each, after attention and MLP. `kernel` names a kernel of
-        `CLOZE_KERNELS`, `dropout` is a probability.
+        """Return (x, delta), [T, hidden] each, after attention and MLP of this GLM block. `kernel`
+        names a kernel of `CLOZE_KERNELS`; `dropout` is the probability, in attention and of both
+        additions, also in eval mode.
         """
         x, normed = dropout_add_norm(x, delta, self.input_layernorm, dropout)
         qkv = split_glm_qkv(self.attention.query_key_value(normed), self.heads)
@@ -88,7 +90,9 @@ def split_glm_qkv(qkv: Tensor, heads: int) -> Tensor:
 
 
 def dropout_add_norm(x: Tensor, delta: Tensor, norm: nn.LayerNorm, dropout: float) -> GlmStreams:
-    """Return x + dropout(delta) and its LayerNorm."""
+    """Return x + dropout(delta) and its LayerNorm, [T, hidden] each. `dropout` is a probability; it
+    is applied in eval mode too.
+    """
     x = x + F.dropout(delta, dropout)
     return x, F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
@@ -108,7 +112,10 @@ class GlmTransformer(nn.Module):
 
 
 class Glm(nn.Module):
-    """A GLM: word embeddings, which are the output matrix too, and the transformer."""
+    """A GLM: word embeddings, which are the output matrix too, and the transformer. `embed` gives
+    the summed embeddings, `run_layers` the residual stream, calling the model the logits of the
+    spans' tokens.
+    """
 
     def __init__(self, shape: GlmModel) -> None:
         """Create the modules with the current default device and type."""
@@ -136,8 +143,9 @@ class Glm(nn.Module):
         dropout: float,
         layers: Sequence[GlmLayer] = (),
     ) -> GlmStreams:
-        """Return (x, delta) after the last block, delta not yet dropped from and added, [T, hidden]
-        each. `layers`, if any, are run in place of the model's own blocks, for example compiled
+        """Return the residual stream of a GLM after the last block as (x, delta), [T, hidden] each,
+        with dropout and addition of delta still to do. `embedded` are the token embeddings [T,
+        hidden]; `layers`, if any, are run in place of the model's own blocks, for example compiled
         ones.
         """
         x, delta = torch.zeros_like(embedded), embedded
@@ -155,7 +163,10 @@ class Glm(nn.Module):
         kernel: str,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Return the logits of the spans' tokens only: [S, vocab]."""
+        """Return a GLM's logits of the spans' tokens only: [S, vocab]. Tokens are in the order of
+        `ClozeLayout`, all contexts before all spans; the ids are int64 [T] each, `dropout` is a
+        probability.
+        """
         x, delta = self.run_layers(
             self.embed(tokens, positions, block_positions), layout, kernel, dropout
         )
@@ -165,8 +176,9 @@ class Glm(nn.Module):
 
 
 def build_glm(shape: GlmModel, device: torch.device, dtype: torch.dtype) -> Glm:
-    """Build a GLM on the device, with gradients disabled and its memory uninitialized: fill or load
-    the weights next.
+    """Return a GLM on the device, with gradients disabled and its memory uninitialized: fill or
+    load the weights next. It is in train mode, but only the argument `dropout` of a call decides on
+    dropout.
     """
     with skip_initialization(device, dtype):
         model = Glm(shape)
@@ -174,8 +186,8 @@ def build_glm(shape: GlmModel, device: torch.device, dtype: torch.dtype) -> Glm:
 
 
 def fill_random_glm_weights(model: Glm, seed: int) -> None:
-    """Fill all parameters with random initial weights, in place: N(0, 0.02) in matrices and
-    embeddings, ones in norms, zeros in biases.
+    """Fill all parameters of a GLM with random initial weights, in place: normal with standard
+    deviation 0.02 in matrices and embeddings, ones in norms, zeros in biases.
 
     The two matrices of a layer that write to the residual stream have the standard deviation
     divided by sqrt(2 · layers), as in GLM's own program (`scaled_init_method`). Values depend on

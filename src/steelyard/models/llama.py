@@ -26,10 +26,12 @@ from steelyard.models.shapes import LinearRope, Llama3Rope
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Dimensions of a Llama, or of one tensor-parallel shard of it.
+    """Dimensions of a Llama, or of one tensor-parallel shard of it: the fields of `LlamaModel` that
+    say what is computed.
 
-    `positions` is the longest sequence, `window` the keys that a token sees (itself included; None:
-    all before it).
+    `kv_heads` is the number of key groups, `positions` the longest sequence, `window` the keys that
+    a token sees (itself included; None: all before it), `tied` whether embedding and output are one
+    matrix. `gate_up_chunk` is derived from ffn and kv_heads.
     """
 
     layers: int
@@ -76,7 +78,8 @@ BlockOutput = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class LlamaBlock(nn.Module):
-    """One transformer block of a Llama.
+    """One transformer block of a Llama: modules attention_norm, qkv, out, ffn_norm, gate_up, down
+    and, with QK norm, q_norm and k_norm.
 
     The residual stream comes and leaves as (x, delta), not yet added, so that a compiler can fuse
     the addition with the norm that follows.
@@ -109,7 +112,7 @@ class LlamaBlock(nn.Module):
         prefix: PrefixCache | None,
     ) -> BlockOutput:
         """Return x and delta, [T, hidden] each, and this batch's rotated keys and values, [T, G, D]
-        each.
+        each, after this block. The residual stream is x + delta.
 
         `cos` and `sin` are those of `compute_rotary_cos_sin`, `kernel` names a kernel of
         `ATTENTION_KERNELS`, `prefix` is this layer's cache of a shared prefix.
@@ -158,7 +161,10 @@ def split_qkv(
 
 
 class Llama(nn.Module):
-    """A Llama, or one tensor-parallel shard of it: embedding, blocks, final norm and output."""
+    """A Llama, or one tensor-parallel shard of it: embedding, blocks, final norm and output.
+    `run_layers` gives the residual stream, `compute_logits` logits of it, calling the model the
+    logits at some tokens; `make_empty_prefix` allocates the caches of a shared prefix.
+    """
 
     def __init__(self, shape: LlamaShape) -> None:
         """Create the modules with the current default device and type; tied models share one matrix
@@ -184,12 +190,13 @@ class Llama(nn.Module):
         blocks: Sequence[Callable[..., BlockOutput]] | None = None,
         pick: Tensor | None = None,
     ) -> Tensor:
-        """Return the residual stream after the last block, before the final norm: [T, hidden], or
-        only at the tokens in `pick`.
+        """Return the residual stream of a Llama after the last block, before the final norm: [T,
+        hidden], or only at the tokens in `pick`, [len(pick), hidden].
 
-        `prefix` has one cache per layer. With `keep`, the keys and values of that slice of tokens
-        are written to the beginning of `prefix`, in place, for later batches. `blocks` are run in
-        place of the model's own, for example compiled ones.
+        `tokens` and `positions` are [T]; `prefix` has one cache per layer, which attention reads if
+        the layout has `gather`. With `keep` and `prefix`, the keys and values of that slice of
+        tokens are written to the beginning of each cache, in place, for later batches. `blocks` are
+        run in place of the model's own, for example compiled ones.
         """
         x = self.embed(tokens)
         delta = torch.zeros_like(x)
@@ -221,8 +228,8 @@ class Llama(nn.Module):
         keep: slice | None = None,
         blocks: Sequence[Callable[..., BlockOutput]] | None = None,
     ) -> Tensor:
-        """Return the logits at the tokens in `pick` only: [len(pick), vocab]. The other arguments
-        are those of `run_layers`.
+        """Return a Llama's logits at the tokens in `pick` only: [len(pick), vocab]; of a shard, its
+        own part of the vocabulary. The other arguments are those of `run_layers`.
         """
         return self.compute_logits(
             self.run_layers(tokens, positions, layout, kernel, prefix, keep, blocks, pick)
@@ -230,7 +237,8 @@ class Llama(nn.Module):
 
     def make_empty_prefix(self, tokens: int) -> list[PrefixCache]:
         """Return zeroed caches for the keys and values of one shared prefix of at most `tokens`
-        tokens: a pair [tokens, G, D] for each layer.
+        tokens: a pair [tokens, G, D] for each layer of this Llama, of the type and on the device of
+        its embedding.
         """
         like = self.embed.weight
         size = (tokens, self.shape.kv_heads, self.shape.head_dim)
@@ -241,7 +249,8 @@ def compute_rotary_cos_sin(
     positions: Tensor, shape: LlamaShape, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of every token's rotary angles, [T, 1, D/2] each, computed in fp32 and
-    converted to `dtype`, with the shape's scaling of frequencies.
+    converted to `dtype`. Frequencies are scaled as `shape.rope_scaling` says (linear, Llama 3's, or
+    not at all).
     """
     dim = shape.head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=positions.device).float() / dim
@@ -258,9 +267,9 @@ def _scale_linear(frequencies: Tensor, scaling: LinearRope) -> Tensor:
 
 
 def _scale_llama3(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
-    """Return frequencies scaled as in Llama 3: those of fewer than `low` waves in the original
-    positions are divided by `factor`, those of more than `high` are unchanged, and between them it
-    is interpolated.
+    """Return rotary frequencies scaled as in Llama 3: those of fewer than `low` waves in the first
+    `original_positions` positions are divided by `factor`, those of more than `high` are unchanged,
+    and between them both are mixed linearly by the number of waves.
 
     Operations are in the order of transformers: at long positions the last bit of a frequency is
     visible in an angle.

@@ -25,7 +25,9 @@ SumOverShards = Callable[[Tensor], Tensor]  # returns the sum of a tensor over a
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a model: number `index` of `count` equal shards."""
+    """Which part of a model a tensor-parallel rank has: number `index` (from 0) of `count` equal
+    shards. The default is the whole model.
+    """
 
     index: int = 0
     count: int = 1
@@ -36,9 +38,10 @@ WHOLE = Shard()
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """How a parameter is divided: the shape of its logical view, as a function of the model's
-    shape, and the dimension of it that is split; with split None every shard has the whole
-    parameter.
+    """How tensor parallelism divides a parameter: `logical_shape` gives the shape of its logical
+    view from the model's shape, `split` is the dimension of it that is divided (None: every shard
+    has the whole parameter), and `swapped` is True if the stored parameter has the first two
+    dimensions in the other order.
     """
 
     logical_shape: Callable[[LlamaShape], tuple[int, ...]]
@@ -87,8 +90,8 @@ def find_placement(name: str) -> ParameterPlacement:
 
 
 def flatten_logical_shape(name: str, logical_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the stored tensor with this logical view: one dimension for norms and
-    biases, otherwise two, with all but the last merged into rows.
+    """Return the shape of the stored tensor of parameter `name` with this logical view: one
+    dimension for norms and biases, otherwise two, with all but the last merged into rows.
     """
     if len(logical_shape) == 1 or name.endswith("bias"):
         return (math.prod(logical_shape),)
@@ -96,8 +99,9 @@ def flatten_logical_shape(name: str, logical_shape: tuple[int, ...]) -> tuple[in
 
 
 def find_flat_split(name: str) -> int | None:
-    """Return the dimension of the stored parameter that is divided: 0 (rows), 1 (columns) or None
-    (not divided).
+    """Return the dimension of the stored parameter (by its full name) that tensor parallelism
+    divides: 0 (rows), 1 (columns: `out` and `down`) or None (not divided). Raises KeyError if the
+    name is unknown.
     """
     if find_placement(name).split is None:
         return None
@@ -105,8 +109,9 @@ def find_flat_split(name: str) -> int | None:
 
 
 def make_shard_shape(shape: LlamaShape, shard: Shard) -> LlamaShape:
-    """Return the shape of one shard; raise ValueError if the number of shards does not divide
-    kv_heads and ffn. The vocabulary is padded if divided.
+    """Return the shape of one shard of a model of this shape: heads, kv_heads and ffn divided by
+    the number of shards, and the vocabulary padded and divided if there are several. Raises
+    ValueError if that number does not divide kv_heads and ffn.
     """
     n = shard.count
     for name, size in (("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
@@ -122,8 +127,9 @@ def make_shard_shape(shape: LlamaShape, shard: Shard) -> LlamaShape:
 
 
 def find_shard_box(name: str, shape: LlamaShape, shard: Shard) -> Box:
-    """Return the range, along every dimension of the whole parameter's logical view, that a shard
-    holds. Rows that pad a vocabulary are in no box.
+    """Return the range (begin, end), along every dimension of the whole parameter's logical view,
+    that a shard holds; `shape` is that of the whole model. Rows that pad a vocabulary are in no
+    box, so that a last shard's may be shorter or empty.
     """
     row = find_placement(name)
     ranges = [(0, size) for size in row.logical_shape(shape)]
@@ -139,8 +145,9 @@ def find_shard_box(name: str, shape: LlamaShape, shard: Shard) -> Box:
 
 
 def view_logically(name: str, parameter: Tensor, shape: LlamaShape, shard: Shard) -> Tensor:
-    """Return a view of a shard's parameter as large as its box, without rows that pad a vocabulary:
-    writing to it writes to the parameter. `shape` is that of the whole model.
+    """Return a view of a shard's parameter in its logical shape, as large as its box, without rows
+    that pad a vocabulary: writing to it writes to the parameter. `shape` is that of the whole
+    model.
     """
     row = find_placement(name)
     size = row.logical_shape(make_shard_shape(shape, shard))
@@ -156,8 +163,9 @@ def view_logically(name: str, parameter: Tensor, shape: LlamaShape, shard: Shard
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding of which this shard holds the rows from `first` on; tokens of other shards give
-    zeros, and `sum_over_shards` adds up the results.
+    """An embedding of which this shard holds the rows (token ids) from `first` on; ids of other
+    shards give zeros, and `sum_over_shards` adds up the results, so that all shards must call it
+    together.
     """
 
     def __init__(self, table: nn.Embedding, first: int, sum_over_shards: SumOverShards) -> None:
@@ -168,7 +176,9 @@ class VocabParallelEmbedding(nn.Embedding):
         self.sum_over_shards = sum_over_shards
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings of all tokens, [..., hidden], after a sum over all shards."""
+        """Return the embeddings of all tokens, [..., hidden], from this shard's rows and a sum over
+        all shards.
+        """
         row = tokens - self.first
         in_shard = (row >= 0) & (row < self.num_embeddings)
         embedded = F.embedding(row.clamp(0, self.num_embeddings - 1), self.weight)
@@ -178,9 +188,12 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 def apply_tensor_parallel(model: Llama, shard: Shard, sum_over_shards: SumOverShards) -> None:
-    """Make a shard compute what the whole model does, by changing it in place: its embedding and
-    the outputs of `out` and `down` are summed over shards. Logits stay divided over the vocabulary.
-    Does nothing for one shard.
+    """Make a shard compute what the whole model does, by changing it in place: its embedding
+    becomes a `VocabParallelEmbedding`, and forward hooks sum the outputs of `out` and `down` over
+    shards. Logits stay divided over the vocabulary. Does nothing for one shard.
+
+    All shards must then run the model together; `sum_over_shards` returns the sum of a tensor over
+    them.
     """
     if shard.count == 1:
         return

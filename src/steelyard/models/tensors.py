@@ -39,8 +39,8 @@ def get_compute_dtype(matmul: str) -> torch.dtype:
 
 
 def format_dtypes(tensors: Iterable[Tensor]) -> str:
-    """Return the types that tensors have as a text for the record, sorted and joined by `/`, such
-    as `bf16/fp32`.
+    """Return the different types that tensors have as a text for the record, sorted and joined by
+    `/`, such as `bf16/fp32`; both fp8 types are `fp8`, and types without a name here have torch's.
     """
     return "/".join(
         sorted({DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)) for tensor in tensors})

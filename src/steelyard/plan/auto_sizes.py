@@ -51,8 +51,9 @@ class DeviceLimits:
 
 
 def choose_sizes(resolved: ResolvedCase, limits: DeviceLimits) -> ResolvedCase:
-    """Return the case with a number for each tune that is `auto`; unchanged if the devices' memory
-    is unknown.
+    """Return a copy of the resolved case with a number for each tune that is `auto` (micro_batch,
+    batch_tokens): the best size that fits into memory. Unchanged if the devices' memory is unknown
+    or nothing is `auto`.
     """
     for name in resolved.auto if limits.memory_bytes is not None else ():
         resolved = _set_tune(resolved, name, _CHOOSERS[name](resolved.case, limits, None))
@@ -60,8 +61,9 @@ def choose_sizes(resolved: ResolvedCase, limits: DeviceLimits) -> ResolvedCase:
 
 
 def choose_smaller_sizes(resolved: ResolvedCase, limits: DeviceLimits) -> ResolvedCase | None:
-    """Return the case with every `auto` size at most three quarters of what it is, after a worker
-    ran out of memory; None if nothing is `auto` or can be smaller.
+    """Return a copy of the resolved case with every `auto` size chosen again, at most three
+    quarters of what it is, after a worker ran out of memory; a size of 1 stays. None if nothing is
+    `auto` or can be smaller.
     """
     out = resolved
     for name in resolved.auto:
@@ -72,14 +74,17 @@ def choose_smaller_sizes(resolved: ResolvedCase, limits: DeviceLimits) -> Resolv
 
 
 def _set_tune(resolved: ResolvedCase, name: str, value: int) -> ResolvedCase:
-    """Return the case with tune `name` set to `value`."""
+    """Return a copy of the resolved case with tune `name` set to `value`; origins and the list of
+    `auto` tunes stay.
+    """
     tune = resolved.case.tune.model_copy(update={name: value})
     return replace(resolved, case=resolved.case.model_copy(update={"tune": tune}))
 
 
 def _can_fit(case: Case, limits: DeviceLimits, name: str, value: int) -> bool:
-    """Return whether the predicted memory with tune `name` at `value` is at most 96 % of a
-    device's; True if its memory is unknown.
+    """Return whether the memory that is expected (`estimate_bytes`, times the engine's
+    `memory_factor`) with tune `name` at `value` is at most 96 % of a device's; True if its memory
+    is unknown.
     """
     if limits.memory_bytes is None:
         return True
@@ -91,9 +96,14 @@ def _can_fit(case: Case, limits: DeviceLimits, name: str, value: int) -> bool:
 
 
 def _choose_micro_batch(case: Case, limits: DeviceLimits, max_size: int | None) -> int:
-    """Return the rows of a micro-batch: of all sizes that fit, and are at most `max_size` if given,
-    the one with which a step costs least. Sizes that divide a step's rows are preferred if they
-    cost at most 1 % more. Rows that are packed from several texts take the largest size that fits.
+    """Return the rows of a micro-batch: of all sizes up to the largest that fits, and at most
+    `max_size` if given, the one with which a step costs least, the larger of equals; 1 if none
+    fits.
+
+    Sizes that divide a replica's rows of a step are preferred if they cost at most 1 % more, and
+    demanded if `limits.needs_even`. Rows that are packed from several texts take the largest size
+    that fits, or 1 with pipeline stages. A step has at least as many micro-batches as stages.
+    Without training the tune's own value is returned.
     """
     train, plan = case.question.train, limits.plan
     if train is None:
@@ -110,8 +120,8 @@ def _choose_micro_batch(case: Case, limits: DeviceLimits, max_size: int | None) 
         return largest_fitting
 
     def cost(size: int) -> float:
-        """Return the cost of a step in rows: pipeline bubbles included, and 0.08 rows for each
-        micro-batch.
+        """Return the cost of a step with micro-batches of this size, in rows of one replica:
+        pipeline bubbles included, and 0.08 rows for each micro-batch.
         """
         count = -(-rows // size)
         return size * (count + plan.pp - 1) + MICRO_BATCH_ROWS * count
@@ -129,7 +139,8 @@ def _choose_micro_batch(case: Case, limits: DeviceLimits, max_size: int | None) 
 
 def _choose_batch_tokens(case: Case, limits: DeviceLimits, max_size: int | None) -> int:
     """Return the tokens of a scoring batch: the largest power of two that fits and is at most
-    `max_size` if given; the smallest tried if none fits.
+    `max_size` if given, 65536, and 2^27 over the hidden size; none below 1024 is tried unless the
+    bound is lower. The smallest tried if none fits.
     """
     model = case.question.model
     bound = min(MAX_BATCH_NUMBERS // model.hidden, MAX_TOKENS, max_size or MAX_TOKENS)

@@ -49,10 +49,10 @@ QUICK_COLLECTIVE_BYTES = (MIB, 16 * MIB)
 
 
 def get_bus_factor(collective: Collective, world: int) -> float:
-    """Return the bytes that cross a link for each byte of the message, as nccl-tests counts them
-    (NVIDIA, nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth"): 2·(n-1)/n for all-reduce, else
-    (n-1)/n of n ranks. The message is what a rank has after an all-gather, and before a
-    reduce-scatter.
+    """Return the bytes that cross a link for each byte of the message in a collective of `world`
+    ranks, as nccl-tests counts them (NVIDIA, nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth"):
+    2·(n-1)/n for all-reduce, else (n-1)/n. The message is what a rank has after an all-gather, and
+    before a reduce-scatter.
     """
     share = (world - 1) / world
     return 2 * share if collective == "all_reduce" else share
@@ -60,7 +60,9 @@ def get_bus_factor(collective: Collective, world: int) -> float:
 
 @dataclass(frozen=True)
 class CaseMatmul:
-    """A matmul of a shipped case, with the case's name and matmul precision."""
+    """A matmul of a shipped case that `steelyard spec` measures, with the case's name and the
+    precision of its matmuls.
+    """
 
     case: str
     precision: str
@@ -68,9 +70,11 @@ class CaseMatmul:
 
 
 def list_shipped_matmuls(quick: bool) -> list[CaseMatmul]:
-    """Return the matmuls of one batch of every shipped case on one device; with `quick` those of
-    the forward pass only. Equal shapes are listed once, under the first case that has them; of a
-    matmul that is split by rows, the first split only.
+    """Return the matmuls of one batch of every shipped case (in size full, with its own precision)
+    on one device; with `quick` those of the forward pass only.
+
+    Equal shapes in one precision are listed once, under the first case that has them; of a matmul
+    that is split by rows, the first split only.
     """
     out: list[CaseMatmul] = []
     seen: set[tuple[object, ...]] = set()
@@ -90,8 +94,8 @@ def list_shipped_matmuls(quick: bool) -> list[CaseMatmul]:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of a shipped case: numbers of query and key heads, numbers of a head (`dim`),
-    and `rows` rows of `length` tokens.
+    """The attention of a shipped case (in size full), as `steelyard spec` measures it: numbers of
+    query and key heads, numbers of a head (`dim`), and `rows` rows of `length` tokens in a batch.
     """
 
     case: str
@@ -113,8 +117,11 @@ BACKWARD_FACTOR = 2
 
 
 def list_shipped_attention(quick: bool) -> list[AttentionShape]:
-    """Return the attention shapes of all shipped cases; equal ones are listed once, under the first
-    case that has them. With `quick`, one for each size of a head.
+    """Return the attention shapes of all shipped cases (in size full), in their order; equal ones
+    (heads, key heads, dim, length) are listed once, under the first case that has them. With
+    `quick`, only the first for each `dim`.
+
+    Rows are as long as in training; in scoring as the model's positions, at most 2048.
     """
     out: dict[tuple[int, ...], AttentionShape] = {}
     for name in resolve.list_shipped_cases():

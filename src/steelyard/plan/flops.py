@@ -26,15 +26,18 @@ def count_layer_parameters(model: ModelShape) -> int:
 
 
 def count_model_parameters(model: ModelShape) -> int:
-    """Return the number of all trained parameters of the model."""
+    """Return the number of all trained parameters of the model: the layers' matrices and the
+    family's others (embeddings, norms, biases).
+    """
     return count_layer_parameters(model) + families.find_family(model.family).other_parameters(
         model
     )
 
 
 def get_forward_flops(model: ModelShape) -> ForwardFlops:
-    """Return the forward FLOPs of a token, a query-key pair and a logit: computed from the
-    matrices, or as counted on the whole model for families that say so.
+    """Return the forward FLOPs of a token, of a query-key pair in all layers, and of a logit row:
+    computed from the model's matrices and heads, or by the family's own function if it has one
+    (models whose FLOPs were counted by running them).
     """
     count_forward = families.find_family(model.family).forward
     if count_forward is not None:
@@ -45,20 +48,23 @@ def get_forward_flops(model: ModelShape) -> ForwardFlops:
 
 
 def count_attention_flops(model: ModelShape, counts: Counts) -> int:
-    """Return the attention FLOPs of a forward, over the pairs under the mask."""
+    """Return the attention FLOPs of one forward in all layers, over the query-key pairs under the
+    mask (`counts["pairs"]`); query by key and weight by value.
+    """
     return get_forward_flops(model).pair * counts["pairs"]
 
 
 def count_profiled_flops(model: ModelShape, counts: Counts) -> int:
-    """Return the matmul FLOPs of a forward as a profiler counts them: attention over all pairs,
-    masked or not.
+    """Return the matmul FLOPs of one forward as a profiler counts them: weights, and attention over
+    all pairs, masked or not (`counts["square"]`).
     """
     return count_weight_flops(model, counts) + get_forward_flops(model).pair * counts["square"]
 
 
 def count_causal_flops(model: ModelShape, counts: Counts) -> int:
-    """Return the matmul FLOPs of a forward that the model's definition needs: only pairs under the
-    mask.
+    """Return the matmul FLOPs of one forward that the model's definition needs: weights, and
+    attention over pairs under the mask only (`counts["pairs"]`). Reads counts "tokens", "logits"
+    and "pairs".
     """
     return count_weight_flops(model, counts) + count_attention_flops(model, counts)
 
@@ -66,7 +72,8 @@ def count_causal_flops(model: ModelShape, counts: Counts) -> int:
 def count_palm_flops(model: ModelShape, counts: Counts) -> int:
     """Return PaLM's count of a forward (Chowdhery et al. 2022, appendix B): 2N + 4·L·h·T per token,
     h being the width of all heads, N all parameters without the input embedding unless it is tied;
-    position tables are included. A sliding window does not change it.
+    position tables are included. T·tokens is `counts["square"]`. A sliding window does not change
+    it.
     """
     without_table = count_model_parameters(model) - (
         0 if model.tied else model.vocab * model.hidden
@@ -86,7 +93,9 @@ def count_nominal_flops(model: ModelShape, counts: Counts) -> int | None:
 
 
 def count_weight_flops(model: ModelShape, counts: Counts) -> int:
-    """Return the FLOPs of matmuls with weights in a forward, without attention."""
+    """Return the FLOPs of matmuls with weights in one forward, without attention: the layers for
+    each of `counts["tokens"]`, the output matrix for each of `counts["logits"]`.
+    """
     forward_flops = get_forward_flops(model)
     return forward_flops.token * counts["tokens"] + forward_flops.logit * counts["logits"]
 
@@ -99,9 +108,9 @@ CONVENTIONS = {
 
 
 def count_flops(model: ModelShape, counts: Counts, convention: str, forwards: int) -> int | None:
-    """Return the FLOPs of `forwards` forwards (3 for a training step) in a convention: causal, palm
-    or nominal; None if the convention has no number for this model. Raises KeyError for another
-    convention.
+    """Return the FLOPs of `forwards` forwards (3 for a training step) over all work in `counts`, in
+    a convention: causal, palm or nominal; None if the model has no nominal size. Raises KeyError
+    for another convention.
     """
     forward_flops = CONVENTIONS[convention](model, counts)
     return None if forward_flops is None else forwards * forward_flops

@@ -25,8 +25,9 @@ ROW_MULTIPLE = 256
 
 
 class Matmul(FrozenModel):
-    """`count` equal matmuls of [m, k] by [k, n]. `layout` says which operand is transposed: nt
-    (forward), nn or tn (backward).
+    """`count` equal matmuls of [m, k] by [k, n] with a weight matrix; `name` is that of the matrix.
+    `layout` says which operand is transposed: nt (forward), nn (gradient of the input) or tn
+    (gradient of the weight).
     """
 
     name: str
@@ -54,9 +55,12 @@ def list_model_matmuls(
     layouts: tuple[MatmulLayout, ...],
     tp: int = 1,
 ) -> tuple[Matmul, ...]:
-    """Return the matmuls of one device of a tensor-parallel group over all layers, for so many
-    tokens and logits, in each of the layouts. A vocabulary that the group divides is padded, and
-    its padding is included.
+    """Return the matmuls with weights of one device of a tensor-parallel group, over all layers,
+    for so many tokens and logits, in each of the layouts: those of each layer matrix, with the
+    number of layers as count, then those of the vocabulary.
+
+    Large ones are split by rows. A vocabulary that the group divides is padded, and its padding is
+    included.
     """
     out: list[Matmul] = []
     for matrix in families.find_family(model.family).layer_matrices(model):
@@ -74,8 +78,9 @@ def list_model_matmuls(
 def _list_matrix_matmuls(
     name: str, rows: int, outputs: int, inputs: int, count: int, layouts: tuple[MatmulLayout, ...]
 ) -> list[Matmul]:
-    """Return the matmuls of one matrix in each layout: forward, and the two of backward if they are
-    asked for; none for no rows.
+    """Return `count` matmuls of one weight matrix [outputs, inputs] with `rows` tokens, in each
+    layout: nt is the forward, nn and tn are the two of the backward; empty for no rows. Large ones
+    are split.
     """
     if rows == 0:
         return []
@@ -92,8 +97,9 @@ def _list_matrix_matmuls(
 def _split_rows(
     name: str, layout: MatmulLayout, m: int, n: int, k: int, count: int
 ) -> list[Matmul]:
-    """Return `count` equal matmuls, split by rows (m) if operand and result have more than
-    `MAX_NUMBERS` numbers. The remainder is a matmul of its own.
+    """Return `count` equal matmuls as one entry, or split by rows (m) if row operand and result
+    together have more than `MAX_NUMBERS` numbers: full splits, of a multiple of 256 rows if
+    possible, as one entry, and the remaining rows as another.
     """
     max_rows = max(1, MAX_NUMBERS // (n + k))
     size = min(m, max_rows // ROW_MULTIPLE * ROW_MULTIPLE or max_rows)
@@ -118,8 +124,11 @@ LOGIT_COUNTS: dict[str, Callable[[int, int], int]] = {
 def list_case_matmuls(
     case: Case, tp: int, counts: Mapping[str, int] | None = None, divisor: int = 1
 ) -> tuple[Matmul, ...]:
-    """Return the matmuls of one batch of a case, or of one that is `divisor` times smaller, on one
-    device of a tensor-parallel group. `counts` are those of a pass or step, if they are known: they
+    """Return the matmuls of one batch of a case, or of one with `divisor` times fewer tokens and
+    logits (at least 1 of each that it has), on one device of a tensor-parallel group; forward only
+    in scoring, backward too in training.
+
+    `counts` are those of a pass or step ("tokens", "logits", "samples"), if they are known: they
     say how many tokens and logits a batch has.
     """
     tokens, logits = count_tokens_and_logits(case, counts)
@@ -131,8 +140,12 @@ def list_case_matmuls(
 
 
 def count_tokens_and_logits(case: Case, counts: Mapping[str, int] | None = None) -> tuple[int, int]:
-    """Return the tokens that are computed together, and the logits among them; those of the longest
-    possible batch if the data's counts are not known.
+    """Return (tokens that are computed together in a batch or micro-batch, logits among them).
+
+    With `counts` of a pass or step ("tokens", "logits", "samples") logits are in proportion to
+    these, a scoring batch has at most their tokens, and a cloze micro-batch their mean tokens per
+    sample for each of its samples. Without them, or with no tokens, those of the longest possible
+    batch: logits by `LOGIT_COUNTS`, else one per token.
     """
     question, tune = case.question, case.tune
     known_counts = counts if counts and counts["tokens"] else None

@@ -14,8 +14,9 @@ FP32_BYTES = 4  # bytes of what is fp32 in any precision
 
 @dataclass(frozen=True)
 class SavedGlmActivation:
-    """Activations that a layer saves for its backward: how many numbers per token. `fp32` ones are
-    4 bytes in any precision; `only_kernel` ones are saved with that attention kernel only.
+    """A row of `SAVED`: activations that a GLM layer saves for its backward, how many numbers per
+    token (`numbers`, a function of the model). `fp32` ones are 4 bytes in any precision;
+    `only_kernel` ones are saved with that attention kernel only, such as "flash".
     """
 
     name: str
@@ -43,8 +44,9 @@ SAVED = (
 
 
 def count_glm_layer_bytes(model: GlmModel, size: int, attention: str) -> int:
-    """Return the bytes per token that one layer saves for its backward with an attention kernel,
-    numbers having `size` bytes.
+    """Return the bytes per token that one GLM layer saves for its backward with an attention kernel
+    (`attention`, such as "flash"), numbers having `size` bytes, except those that are always fp32
+    (means, scales, log-sum-exp).
     """
     saved = [part for part in SAVED if part.only_kernel in (None, attention)]
     return sum(part.numbers(model) * (FP32_BYTES if part.fp32 else size) for part in saved)
@@ -56,8 +58,9 @@ def count_glm_bytes(
     recompute: Literal["none", "full"] = "none",
     attention: str = "flash",
 ) -> int:
-    """Return the bytes per token of a micro-batch that all layers save; with recomputation `full`
-    two hidden states for each layer, and one layer's activations.
+    """Return the bytes per token of a micro-batch that all layers of a GLM save for the backward,
+    numbers having `size` bytes; with recomputation `full` two hidden states for each layer, and all
+    activations of one layer. Logits are not included.
     """
     layer = count_glm_layer_bytes(model, size, attention)
     return (

@@ -3,8 +3,8 @@ ceilings of a machine.
 
 `steelyard spec` measures what a machine can do at most: matmuls, memory, copies, attention,
 collectives. `benches` are the raw timings of each rank. `ceilings` are derived from them, from
-telemetry and from the datasheet; `steelyard verify` derives them again. run/ceilings_parent.py writes
-it, report reads it.
+telemetry and from the datasheet; `steelyard verify` derives them again. run/ceilings_parent.py
+writes it, report reads it.
 """
 
 from pathlib import Path
@@ -28,8 +28,8 @@ RAW_KEY = "benches"  # the key of the raw measurements
 
 
 class TimedCalls(FrozenModel):
-    """Some calls of a benchmark that were timed together. `start_s` counts from the start of the
-    command, on the host's clock.
+    """One stretch of a benchmark of `spec`: `calls` calls that were timed together, in `time_s`
+    seconds in all. `start_s` counts from the start of the command, on the host's clock.
     """
 
     start_s: Seconds
@@ -53,9 +53,11 @@ class ErrorCheck(FrozenModel):
 
 
 class BenchTimings(FrozenModel):
-    """The raw timings of one benchmark on one rank. `amount` is the FLOPs or bytes of one call, or
-    the bytes of memory that could be allocated. `reason` says why there are no timings, if there
-    are none.
+    """The raw timings of one benchmark of `spec` on one rank, as stretches of calls. `amount` is
+    the FLOPs or bytes of one call, or the bytes of memory that could be allocated; `checked` is the
+    error of its result, `detail` its sizes and kernel.
+
+    `reason` says why there are no timings, if there are none.
     """
 
     group: CeilingGroup
@@ -124,7 +126,9 @@ class SpecRecord(FrozenModel):
 
 
 def spec_record_to_json(record: SpecRecord) -> dict[str, Any]:
-    """Return a spec record as JSON data, keys in the order of the fields."""
+    """Return a spec record as a dict of JSON data as its file holds it, keys in the order of the
+    fields.
+    """
     return record.model_dump(mode="json", by_alias=True)
 
 
@@ -154,8 +158,9 @@ def seal_spec_record(record: SpecRecord) -> SpecRecord:
 
 
 def write_spec_record(record: SpecRecord, folder: Path) -> Path:
-    """Write a spec record into a folder, under a name of time, accelerator and id, and return its
-    path. Raise LostError if the file exists already or cannot be written.
+    """Write a spec record to a new file in a folder, TIME-spec-ACCELERATOR-ID.json with 8
+    characters of its id, and return its path. Hashes must be set before (`seal_spec_record`). Raise
+    LostError if the file exists already or cannot be written.
     """
     accelerator = record.environment.hardware.accelerator or "unknown"
     name = record_file.join_file_name(record.created, "spec", accelerator, record.id[:8])

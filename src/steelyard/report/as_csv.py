@@ -73,8 +73,8 @@ class MetricColumn:
 
     @property
     def titles(self) -> list[str]:
-        """Return the titles of the three columns: name, name_low and name_high, each with the unit
-        in parentheses if it has one.
+        """Return the titles of the metric's three columns: NAME, NAME_low and NAME_high, each
+        followed by the unit in parentheses if it has one.
         """
         unit_text = f" ({self.unit})" if self.unit else ""
         return [
@@ -82,8 +82,8 @@ class MetricColumn:
         ]
 
     def cells(self, record: Record) -> list[CsvValue]:
-        """Return the value and both ends of its interval; None for each that the record does not
-        have in this unit.
+        """Return a record's three cells for this metric: the value and both ends of its interval;
+        None for each that the record does not have, and for all three if its unit is another.
         """
         metric = record.metrics.get(self.name)
         if metric is None or metric.unit != self.unit:
@@ -92,11 +92,11 @@ class MetricColumn:
 
 
 def list_metric_columns(records: list[Record]) -> list[MetricColumn]:
-    """Return a column for every metric that any task can have and any other that these records
-    hold, in the order of the metric table.
+    """Return a column for every metric that has a formula in any installed task and for any other
+    that these records hold, in the order of the metric table.
 
-    A metric that records have in several units gets one column per unit; one that no record has
-    gets its base unit.
+    A metric that records have in several units gets one column per unit, in the order of the
+    records; one that no record has gets its base unit. Tasks of other packages are imported.
     """
     recorded = {name for record in records for name in record.metrics}
     defined = {
@@ -117,6 +117,9 @@ def list_metric_columns(records: list[Record]) -> list[MetricColumn]:
 def render_csv(records: list[Record]) -> str:
     """Return the whole CSV file as a string: a header line, then one line per record, with CRLF
     line ends.
+
+    Columns are those of IDENTITY, then three for each metric (value, low and high end of its
+    interval). Without records the header stands alone.
     """
     metrics = list_metric_columns(records)
     out = io.StringIO()
@@ -136,10 +139,11 @@ def render_csv(records: list[Record]) -> str:
 
 
 def format_csv_cell(cell: CsvValue) -> str:
-    """Format a CSV cell on one line: None as an empty cell, a number with all its digits, a dict or
-    bool as JSON, a list as its distinct texts joined by `; `.
+    """Format a CSV cell on one line: None as an empty cell, a number with all its digits (`repr`),
+    a dict or bool as JSON with sorted keys, a list or tuple as its distinct texts joined by `; `.
 
-    Text that a spreadsheet would take for a formula gets an apostrophe in front.
+    Text loses control characters. Text, but never a number, that a spreadsheet would take for a
+    formula gets an apostrophe in front. The csv writer adds quotes.
     """
     if cell is None:
         return ""

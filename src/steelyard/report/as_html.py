@@ -20,8 +20,11 @@ from steelyard.words import PageWords
 
 
 def render_html(page: Page) -> str:
-    """Return the page as a complete HTML document; the script is included only if the page has a
-    collapsible part at its top level.
+    """Return the page as one complete HTML document with style sheet and script inside it, which
+    loads nothing from elsewhere.
+
+    Every text is escaped and loses its control characters. The script, which opens the fold that a
+    link points at, is included only if the page has a fold at its top level.
     """
     environment = Environment(
         loader=PackageLoader("steelyard.report"),

@@ -36,8 +36,10 @@ _TICKS = re.compile(r"`+")
 
 
 def render_markdown(page: Page) -> str:
-    """Return the page as Markdown that ends with a newline; the footer comes after a horizontal
-    rule.
+    """Return the page as GitHub Markdown that ends with a newline; the footer comes after a
+    horizontal rule.
+
+    Folds are printed in full; charts and the list of contents are left out.
     """
     parts = [part for part in map(_render_element, walk_elements(page.elements)) if part]
     if page.footer:
@@ -46,10 +48,11 @@ def render_markdown(page: Page) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Return the text on one line with Markdown's special characters and HTML escaped.
+    """Return the text on one line with Markdown's special characters and HTML (`&`, `<`, `>`)
+    escaped and control characters removed; an underscore inside a word is not escaped.
 
-    At the start of a line it may still begin a list or a heading: `_escape_line_start` prevents
-    that.
+    At the start of a line the result may still begin a list or a heading: `_escape_line_start`
+    prevents that.
     """
     text = re.sub(r"[&<>]", lambda match: _ENTITIES[match[0]], clean_line(text))
     return _SPECIAL.sub(lambda match: f"\\{match[0]}", text)
@@ -66,8 +69,11 @@ def _escape_line_start(text: str) -> str:
 
 
 def _render_element(element: PageElement) -> str:
-    """Return an element as Markdown; an empty string for charts, contents and folds, which Markdown
-    does not show.
+    """Return an element as Markdown; an empty string for charts and contents, which Markdown does
+    not show, and for folds, which `walk_elements` has opened before.
+
+    A paragraph of tone `strong` is bold; other tones are not shown. Headings below level 6 become
+    level 6.
     """
     match element:
         case Heading(level, title):
@@ -93,7 +99,9 @@ def _render_element(element: PageElement) -> str:
 
 
 def _fence_code(text: str) -> str:
-    """Return the text as a code block whose fence is longer than any run of backticks in it."""
+    """Return the text as a code block of language `text` whose fence is longer than any run of
+    backticks in it, and at least three.
+    """
     fence = "`" * max(3, 1 + max((len(run) for run in _TICKS.findall(text)), default=0))
     return f"{fence}text\n{text}\n{fence}"
 
@@ -104,7 +112,9 @@ def _make_bold(escaped: str) -> str:
 
 
 def _render_table(table: Table) -> str:
-    """Return a table as Markdown, followed by its footnotes, each a paragraph."""
+    """Return a table as Markdown (head, rule, rows), followed by its footnotes, each a paragraph.
+    All columns are shown, and priorities are ignored.
+    """
     heads = [_render_head(column) for column in table.columns]
     rules = ["---:" if column.align == "right" else "---" for column in table.columns]
     rows = ([_render_cell(cell, row) for cell in row.cells] for row in table.rows)
@@ -119,8 +129,8 @@ def format_table_line(texts: list[str]) -> str:
 
 
 def _render_head(column: TableColumn) -> str:
-    """Return the escaped title of a column, bold if it is strong, with its second line after a
-    `<br>`.
+    """Return the head of a column as Markdown: its title, bold if it is strong, and its second
+    line, if any, after a `<br>`; all texts are escaped.
     """
     title = (
         _make_bold(escape_markdown(column.title))
@@ -131,8 +141,8 @@ def _render_head(column: TableColumn) -> str:
 
 
 def _render_cell(cell: Cell, row: TableRow) -> str:
-    """Return the escaped text of a cell: bold if it is strong or bad, in italics in a published
-    row, its second line after a `<br>`.
+    """Return a cell as Markdown: its escaped text, bold for tone `strong` or `bad`, in italics in a
+    published row, and its second line, if any, after a `<br>`. Links are not shown.
     """
     content = escape_markdown(cell.text)
     if cell.tone in ("strong", "bad") and content:

@@ -57,7 +57,8 @@ def fit_columns(table: Table, columns: int | None) -> FittedTable:
 
     Columns of priority 3 go first, from the right, until the others fit without wrapping. Then text
     is wrapped between words. If that is not enough, columns of priority 2 go, from the right, and
-    at last words are broken. A column of priority 1 is always shown.
+    at last words are broken. A column of priority 1 is always shown, so the result may still be too
+    wide.
     """
     shown = list(range(len(table.columns)))
     widths = [_measure_column(table, index) for index in shown]
@@ -79,7 +80,9 @@ def _drop_columns(
     priority: int, shown: list[int], table: Table, widths: list[int], columns: int
 ) -> None:
     """Remove indexes of columns of this priority from `shown`, in place and from the right, until
-    the widths of the remaining ones fit.
+    the remaining ones fit into `columns` terminal columns or none of this priority is left.
+
+    `widths` are those of all columns of the table, shown or not.
     """
     for index in [index for index in reversed(shown) if table.columns[index].priority == priority]:
         if _total_width([widths[shown_index] for shown_index in shown]) <= columns:
@@ -99,8 +102,12 @@ class _ColumnWidths:
 
 
 def _measure_column(table: Table, index: int) -> _ColumnWidths:
-    """Measure how wide a column must be. Numbers (right-aligned cells) are never wrapped, only
-    their head is.
+    """Measure how wide a column of a table must be, over its head and all cells with their second
+    lines.
+
+    A text column counts at most MAX_CELL unwrapped, its longest word wrapped, and at most
+    MIN_BROKEN with words broken. In a right-aligned column (numbers) cells are never wrapped, only
+    the head is.
     """
     column = table.columns[index]
     texts = [
@@ -155,38 +162,49 @@ _RULES = {1: "=", 2: "-", 3: "~"}
 
 
 def render_text(page: Page, columns: int | None = None) -> str:
-    """Return the page as plain text with lines of at most `columns` terminal columns, ending with a
-    newline.
+    """Return the page as plain text that ends with a newline, wrapped to `columns` terminal
+    columns. Charts are left out, and folds printed in full.
 
-    Without a limit text is wrapped at 100 columns, and tables are as wide as they need. Charts are
-    left out.
+    Without a limit text is wrapped at 100 columns, and tables are as wide as they need. Code is not
+    wrapped, and a table whose columns cannot shrink further is wider than the limit.
     """
     return _TextRenderer(columns, PageWords(page.lang)).render(page)
 
 
 class _TextRenderer:
-    """Renders the elements of a page as text for one line width and language."""
+    """Renders the elements of a page as text for one line width and language: `render(page)`
+    returns the whole page; the other methods return one element each.
+    """
 
     def __init__(self, columns: int | None, say: PageWords) -> None:
-        """Keep the width: `columns` for tables and headings (None is no limit), and 100 for other
-        text where there is no limit.
+        """Keep the width of the page's text: `columns` is the limit of tables and headings (None:
+        no limit); other text is wrapped to it too, or to 100 where there is none.
         """
         self._columns, self._line_width, self._say = columns, columns or DEFAULT_WIDTH, say
 
     def render(self, page: Page) -> str:
-        """Return all elements, separated by empty lines, and the footer."""
+        """Return all elements of the page, separated by empty lines, then the footer if there is
+        one, and a newline at the end.
+        """
         parts = [part for part in map(self._render_element, walk_elements(page.elements)) if part]
         if page.footer:
             parts.append(self._wrap(page.footer))
         return "\n\n".join(parts) + "\n"
 
     def _wrap(self, content: str, indent: str = "") -> str:
-        """Return the text wrapped to the line width; lines after the first begin with `indent`."""
+        """Return text of a page on one logical line, cleaned of control characters and wrapped to
+        the line width; lines after the first begin with `indent`.
+        """
         first, *more = wrap_text(clean_line(content), self._line_width - display_width(indent))
         return "\n".join([first, *(indent + line for line in more)])
 
     def _render_element(self, element: PageElement) -> str:
-        """Return an element as text; an empty string for charts, contents and folds."""
+        """Return an element of a page as text; an empty string for charts and contents, and for
+        folds, which `walk_elements` has opened before.
+
+        Tones are not shown. Code is indented by four spaces, and the headline numbers of a run
+        follow their status in brackets.
+        """
         match element:
             case Heading(level, title):
                 return self._render_heading(level, clean_line(title))
@@ -208,8 +226,8 @@ class _TextRenderer:
                 return ""
 
     def _render_heading(self, level: int, title: str) -> str:
-        """Return the title, underlined for levels 1 to 3; it is wrapped only if there is a limit of
-        columns.
+        """Return a heading as text: the title, underlined for levels 1 (`=`), 2 (`-`) and 3 (`~`);
+        it is wrapped only if there is a limit of columns.
         """
         title_lines = wrap_text(title, self._columns) if self._columns else [title]
         return "\n".join(
@@ -219,8 +237,11 @@ class _TextRenderer:
         )
 
     def _render_facts(self, facts: Facts) -> str:
-        """Return a bullet list with the values aligned in one column and wrapped; fails on an empty
-        list.
+        """Return a bullet list of lines `- label: text` with the texts aligned in one column and
+        wrapped; raise ValueError if there are no facts.
+
+        The column of texts begins at most MAX_CELL terminal columns, and at most half of the line,
+        from the left.
         """
         labels = [clean_line(item.label) for item in facts.items]
         indent = min(
@@ -235,8 +256,11 @@ class _TextRenderer:
         return "\n".join(out)
 
     def _render_table(self, table: Table) -> str:
-        """Return a table with its rule, rows, footnotes, and a line that names the columns that did
-        not fit.
+        """Return a table as text: head, a rule of dashes, rows, footnotes, and a line that names
+        the columns that did not fit.
+
+        Without a width limit footnotes are wrapped at the width of the table, but at 100 columns at
+        least and 200 at most.
         """
         fitted = fit_columns(table, self._columns)
         shown, left_out = fitted.columns, [clean_line(c.title) for c in fitted.left_out]
@@ -273,14 +297,18 @@ class _TextRenderer:
 
 
 def _wrap_cell(cell: Cell, limit: int) -> list[str]:
-    """Return the wrapped lines of a cell: its text, then its second line if it has one."""
+    """Return the lines of a table cell, cleaned and wrapped to `limit` terminal columns: its text,
+    then its second line if it has one.
+    """
     text_lines = wrap_text(clean_line(cell.text), limit)
     return [*text_lines, *wrap_text(clean_line(cell.sub), limit)] if cell.sub else text_lines
 
 
 def _row_lines(row: list[list[str]], widths: list[int], fitted: FittedTable) -> list[str]:
-    """Return the text lines of one table row from the wrapped lines of each cell, padded to the
-    widths and aligned as the columns say.
+    """Return the text lines of one table row, padded to the widths and aligned as the columns say.
+
+    `row` has the wrapped lines of each cell; the row is as high as its highest cell, and other
+    cells are filled below.
     """
     height = max(len(cell) for cell in row)
     out = []

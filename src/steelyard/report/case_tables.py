@@ -46,8 +46,11 @@ _STATUS_ORDER = ("valid", "invalid", "failed")
 
 @dataclass(frozen=True)
 class ComparedRuns:
-    """A group of repeated runs (the same question, engine, plan and settings) with the estimates
-    over them: a row of the comparison table.
+    """A group of repeated runs (the same question, engine, plan and settings; perhaps one run
+    alone): a row of the comparison table.
+
+    `row` has the means over its valid runs, or over the finished ones if none is valid; `runs` are
+    all its runs.
     """
 
     row: OverviewRow
@@ -65,8 +68,8 @@ class ComparedRuns:
 
     @property
     def is_evaluated(self) -> bool:
-        """Return whether every run's quality was evaluated, and the quality shown is the one that
-        its case gates.
+        """Return whether the quality of every run of the group was evaluated, and the quality shown
+        is the one that its case gates.
         """
         row = self.row
         return (
@@ -76,8 +79,11 @@ class ComparedRuns:
 
 
 def group_compared_runs(runs: list[NumberedRun]) -> list[ComparedRuns]:
-    """Group repeated runs and sort the groups: division closed before open, valid before invalid
-    before failed, the highest rate per device first.
+    """Group the runs of a case by repeats (a run without repeats is a group too) and sort the
+    groups: division closed before open, valid before invalid before failed, the highest rate per
+    device first.
+
+    A group's status is the best of its runs; an unknown rate counts as 0.
     """
     overview_rows = overview.make_overview_rows(run.record for run in runs)
     groups = [
@@ -88,7 +94,9 @@ def group_compared_runs(runs: list[NumberedRun]) -> list[ComparedRuns]:
     ]
 
     def sort_key(group: ComparedRuns) -> tuple[bool, str, int, float]:
-        """Return the sort key: division, status, negative rate."""
+        """Return the sort key of a group: whether it is not closed, division, position of its
+        status, and its negative rate per device (0 if unknown).
+        """
         division, rate = group.row.first_record.case.division, group.row.rate
         return (
             division != "closed",
@@ -111,11 +119,13 @@ def _choose_by_row(
 
 
 def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
-    """Build the comparison table of a case: a row per group of repeated runs, the best first, then
-    the published rows.
+    """Build the comparison table of a case's runs (at least one): a row per group of repeated runs,
+    in the order of `group_compared_runs`, then the published rows.
 
-    The head of the rate column has the most common unit; a cell with another unit names it. The
-    first column is pinned.
+    Columns: accelerator (pinned), engine and plan, precision and division, settings and scope, rate
+    per device, MFU, quality, memory, energy per token, status. The head of the rate has the most
+    common unit; a cell with another unit names it. The head of the quality names the first group's
+    metric. Footnotes explain the table and its published rows.
     """
     groups, references = group_compared_runs(runs), find_published_rows(runs)
     common_unit = Counter(group.unit for group in groups).most_common(1)[0][0]
@@ -220,16 +230,16 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
 
 
 def _accelerator_cell(group: ComparedRuns) -> Cell:
-    """Return the accelerator of a group, with the labels of its runs below, linked to their parts
-    of the page.
+    """Return the cell with a group's accelerator and number of devices, and below the labels of its
+    runs, which HTML links to their parts of the page.
     """
     links = tuple(Link(run.label, run.anchor) for run in group.runs)
     return Cell(group.name, ", ".join(run.label for run in group.runs), links=links)
 
 
 def _settings_cell(group: ComparedRuns, say: PageWords) -> Cell:
-    """Return the settings that differ from the case's own, or a word for "default", and the scope
-    below.
+    """Return the cell with the settings of a group that differ from the case's own, or a muted word
+    for "default", and its scope below; both are those of its first record.
     """
     text, scope_text = (
         format_tuned_settings(group.row.first_record),
@@ -239,8 +249,9 @@ def _settings_cell(group: ComparedRuns, say: PageWords) -> Cell:
 
 
 def _status_cell(group: ComparedRuns, latest: int, say: PageWords) -> Cell:
-    """Return the group's best status, and below it how many runs are valid if not all, the reason
-    codes, and the version of its formulas if older than `latest`.
+    """Return the cell with the group's best status, coloured, and below it how many runs are valid
+    if some but not all are, the reason codes of those that are not, and the version of its formulas
+    if older than `latest`.
     """
     row, formulas = group.row, group.row.first_record.formulas or 1
     not_valid = [record for record in row.records if record.status != "valid"]
@@ -255,8 +266,8 @@ def _status_cell(group: ComparedRuns, latest: int, say: PageWords) -> Cell:
 
 
 def _rate_cell(group: ComparedRuns, common_unit: str, say: PageWords) -> Cell:
-    """Return the rate per device with its interval, muted if no run is valid; the unit is added if
-    it is not `common`.
+    """Return the group's rate per device with its interval below, strong, or muted if no run is
+    valid; UNKNOWN if there is none. The unit is added if it is not `common_unit`.
     """
     cell = make_estimate_cell(group.row.rate, tone="strong" if group.row.valid_count else "muted")
     if cell.text == UNKNOWN or group.unit == common_unit:
@@ -265,8 +276,8 @@ def _rate_cell(group: ComparedRuns, common_unit: str, say: PageWords) -> Cell:
 
 
 def _quality_cell(group: ComparedRuns, any_evaluated: bool, say: PageWords) -> Cell:
-    """Return the quality of a group; where other groups are evaluated (`any_evaluated`) and this
-    one is not, the cell says so.
+    """Return the quality of a group, UNKNOWN if it has none; where other groups are evaluated
+    (`any_evaluated`) and this one is not, the second line says so.
     """
     row = group.row
     value = row.first_record.metrics.get(row.quality_metric)
@@ -288,8 +299,11 @@ def _published_name_cell(row: PublishedRow, say: PageWords) -> Cell:
 def _published_rate_cell(
     row: PublishedRow, in_samples: bool, common_unit: str, say: PageWords
 ) -> Cell:
-    """Return the published rate per device; where it only counts padding too, that one, marked so.
-    A unit other than `common` is written below.
+    """Return the published rate per device; if a row has only the one that counts padding too,
+    that, and a remark below; UNKNOWN if it has neither.
+
+    `in_samples` says that the task's whole-run rates count samples. A unit other than `common_unit`
+    is written below.
     """
     rate = row.device_rate(in_samples)
     if rate is not None:
@@ -300,8 +314,9 @@ def _published_rate_cell(
 
 
 def _published_mfu_cell(row: PublishedRow, say: PageWords) -> Cell:
-    """Return the first published MFU that is known, with its convention below if that is not ours;
-    UNKNOWN if there is none.
+    """Return the first published MFU that is known, of `mfu`, then the nominal, PaLM, padded and
+    one-sequence conventions, with its convention below if it is not `mfu`; UNKNOWN if there is
+    none.
     """
     for name in ("mfu", "mfu_nominal", "mfu_palm", "mfu_padded", "mfu_one_sequence"):
         if finite_or_none(row.values.get(name)) is not None:
@@ -323,8 +338,11 @@ _SETTING_TEXTS: dict[str, Callable[[Record], str]] = {
 
 
 def _present_fields(runs: list[NumberedRun], references: list[PublishedRow]) -> list[TableField]:
-    """Return the columns that the kind of work lays out; an optional one only where a run or a
-    published row has something in it.
+    """Return, in order, the columns that the first run's kind of work lays out; an optional one
+    only where a run or a published row has a known value for it.
+
+    An optional `division` is shown if a run is not closed, `config`, `parallel` and `mem_stages` if
+    a run has several devices.
     """
     measured = {
         name
@@ -346,14 +364,19 @@ def _present_fields(runs: list[NumberedRun], references: list[PublishedRow]) -> 
 
 
 def build_values_table(runs: list[NumberedRun], say: PageWords) -> Table:
-    """Build the table of all values: one row per run, then the published rows, with footnotes for
-    them and for models whose FLOPs do not follow from their shapes.
+    """Build the table of all values: one row per run in their order, then the published rows;
+    columns are those of `_present_fields`.
+
+    Footnotes explain the stars (headline columns), each published row, that published rows are of
+    size full if the runs are not, and models whose FLOPs do not follow from their shapes.
     """
     references = find_published_rows(runs)
     name_accelerator = len({format_accelerator(run.record) for run in runs}) > 1
 
     def column(field: TableField) -> ColumnSpec[NumberedRun | PublishedRow]:
-        """Return the column of a field, with the unit in its head if all runs have the same one."""
+        """Return the column of a field, with the unit in its head if all runs have the same one,
+        and a star before the title of a strong field.
+        """
         common_unit = _common_unit(field, runs, say)
         title = say(field.title) if field.title else metric_row(field.name).heading
 
@@ -380,8 +403,9 @@ def build_values_table(runs: list[NumberedRun], say: PageWords) -> Table:
 
 
 def _common_unit(field: TableField, runs: list[NumberedRun], say: PageWords) -> str | None:
-    """Return the unit for the head of a column if all runs that have its first metric agree, the
-    base unit if none has it; None if units differ or there is none.
+    """Return the unit for the head of a column if all runs that have its first metric agree (empty
+    for percentages), the base unit if none has it; None if units differ or there is none, as in a
+    column of a setting.
     """
     name = field.metrics[0] if field.metrics else ""
     units = {
@@ -401,11 +425,13 @@ def _run_cell(
     name_accelerator: bool,
     say: PageWords,
 ) -> Cell:
-    """Return a run's cell in the table of all values: a setting, or metrics joined by slashes, with
-    the unit below where the head has none.
+    """Return a run's cell in the table of all values: a setting, or metrics joined by slashes,
+    strong in a strong column.
 
-    The first column (`tool`) names the run and its engine, and below status and scope, and the
-    accelerator if `name_accelerator`.
+    Below stands that a quality was not evaluated, or else the unit where the head has none
+    (`common_unit` is None). The first column (`tool`) names the run and its engine, and below
+    status, scope, and the accelerator if `name_accelerator`; it is coloured `bad` if the run is not
+    valid.
     """
     record = run.record
     if field.name == "tool":
@@ -433,8 +459,12 @@ def _run_cell(
 def _published_cell(
     field: TableField, row: PublishedRow, common_unit: str | None, say: PageWords
 ) -> Cell:
-    """Return a published row's cell in the table of all values; where the metric is missing, the
-    one that the field lists in `instead`, with its convention below.
+    """Return a published row's cell in the table of all values: its footnote number (`tool`), its
+    precision, a setting, or metrics joined by slashes with the unit below if it is not
+    `common_unit`.
+
+    Where the first metric is missing, the first that the field lists in `instead` and the row has
+    is shown, with its convention below; else UNKNOWN.
     """
     if field.name == "tool":
         return Cell(say("published", str(row.number)))
@@ -454,8 +484,10 @@ _MFU_METRICS = ("mfu", "mfu_core", "mfu_achievable", "mfu_palm", "mfu_nominal")
 
 
 def build_mfu_table(runs: list[NumberedRun], say: PageWords) -> Table | None:
-    """Build a table of MFU in every convention, one row per run and then per published row; None
-    where no row has any MFU.
+    """Build a table of MFU in every convention of `_MFU_METRICS`, one row per run and then per
+    published row that has one.
+
+    None where no run's record has one of these metrics, known or not, and no published row does.
     """
     references = [row for row in find_published_rows(runs) if set(row.values) & set(_MFU_METRICS)]
     measured_names = {name for run in runs for name in run.record.metrics}

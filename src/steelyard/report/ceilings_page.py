@@ -41,8 +41,9 @@ SHOWN_UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "B": (float(1 
 
 @dataclass(frozen=True)
 class _CeilingLine:
-    """A benchmark over all ranks: the bench and ceiling of the slowest rank, for which work on all
-    devices would wait, the number of ranks, and the value of the fastest (None if no rank has one).
+    """A benchmark of `steelyard spec` over all ranks: the bench and ceiling of the slowest rank,
+    for which work on all devices would wait, the number of ranks, and the value of the fastest
+    (None if no rank has one).
     """
 
     bench: BenchTimings
@@ -52,7 +53,11 @@ class _CeilingLine:
 
 
 def build_ceilings_page(records: list[SpecRecord], lang: Lang) -> Page:
-    """Build the page of one or more spec records; of several, each gets a heading of its own."""
+    """Build the page of one or more spec records (at least one): of each its facts, failures and
+    tables of ceilings; of several records, each gets a heading of its own.
+
+    The title names the devices; the footer lists the records' ids.
+    """
     say = PageWords(lang)
     title = say(
         "spec.title", ", ".join(dict.fromkeys(_format_devices(record) for record in records))
@@ -78,8 +83,11 @@ def _format_devices(record: SpecRecord) -> str:
 
 
 def _record_elements(record: SpecRecord, level: int, say: PageWords) -> Iterator[PageElement]:
-    """Yield the elements of a spec record: facts, failures, then for each group of benchmarks a
-    table, the benchmarks without a number, and a note.
+    """Yield the elements of a spec record: facts, a paragraph for each failure, then for each group
+    of benchmarks a heading, a table, the benchmarks without a number, and a note; at the end a note
+    on when timings count as steady.
+
+    Groups without a benchmark are left out. `level` is that of the groups' headings.
     """
     yield _record_facts(record, say)
     for reason in record.reasons:
@@ -111,7 +119,10 @@ def _record_elements(record: SpecRecord, level: int, say: PageWords) -> Iterator
 
 
 def _record_facts(record: SpecRecord, say: PageWords) -> Facts:
-    """Return the facts of a spec record: status, mode, date, hardware, datasheet, and software."""
+    """Return the facts of a spec record as a labelled list: status, mode (quick or full), date,
+    machine, accelerator and number of devices, name and source of the datasheet, CPU, memory, OS,
+    driver, packages, and Steelyard's version and revision; UNKNOWN for what is not known.
+    """
     hardware, software, source = (
         record.environment.hardware,
         record.environment.software,
@@ -144,8 +155,8 @@ def _record_facts(record: SpecRecord, say: PageWords) -> Facts:
 
 
 def _merge_ranks(record: SpecRecord) -> list[_CeilingLine]:
-    """Merge the benchmarks of all ranks into one line for each group, name and precision, with the
-    numbers of the slowest rank.
+    """Merge the benchmarks of all ranks into one line for each group, name and precision, in the
+    order of the record, with the numbers of the slowest rank.
 
     A rank without a number counts as the slowest, so that a result that is wrong on one device is
     no rate of all.
@@ -169,7 +180,9 @@ def _merge_ranks(record: SpecRecord) -> list[_CeilingLine]:
 def _absent_elements(
     lines: list[_CeilingLine], limits: BenchLimits, say: PageWords
 ) -> Iterator[PageElement]:
-    """Yield a list of the benchmarks that have no number, by reason; nothing if there are none."""
+    """Yield a title and a list of the benchmarks that have no number: one fact per reason (its
+    label), with the names and precisions of the benchmarks; nothing if there are no lines.
+    """
     reasons: dict[str, list[str]] = {}
     for line in lines:
         name = " ".join(filter(None, (line.bench.name, line.bench.precision)))
@@ -182,16 +195,20 @@ def _absent_elements(
 
 
 def _format_remark(bench: BenchTimings, limits: BenchLimits, say: PageWords) -> str:
-    """Return why a benchmark has no number or what limits it, such as stretches that do not agree;
-    empty if there is nothing to say.
+    """Return the remark on a benchmark in the language of the page: why it has no number, how an
+    amount of memory was found, or that its rate did not become steady within `limits`; empty if
+    there is nothing to say.
     """
     return words.render_text(ceiling_rates.make_ceiling_note(bench, limits) or "", say.lang)
 
 
 def _ceilings_table(lines: list[_CeilingLine], limits: BenchLimits, say: PageWords) -> Table:
-    """Return the table of a group of benchmarks, in units of the first one: TFLOP/s, GB/s or GiB.
+    """Return the table of a group of benchmarks, one row per line (at least one), all in the unit
+    of the first one: TFLOP/s, GB/s or GiB.
 
-    The lines must not be empty. A column for the fastest rank is added if there are several ranks.
+    Columns: name, precision, detail, value of the slowest rank with its interval, share of the
+    datasheet, clock, power, error against fp64, remark; and the fastest rank's value if there are
+    several ranks.
     """
     scale, name = SHOWN_UNITS[lines[0].bench.unit]
     unit = words.translate_unit(name, say.lang)
@@ -259,8 +276,9 @@ def _ceilings_table(lines: list[_CeilingLine], limits: BenchLimits, say: PageWor
 
 
 def _error_and_bound(bench: BenchTimings, say: PageWords) -> str:
-    """Format a benchmark's error against fp64 with its bound, or UNKNOWN if the result was not
-    checked.
+    """Format the error of a benchmark's result against fp64 (largest difference over the root mean
+    square), with the allowed bound in parentheses; UNKNOWN if the result was not checked, and in
+    the place of an error that is not finite.
     """
     if bench.checked is None:
         return UNKNOWN

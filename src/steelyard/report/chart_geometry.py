@@ -41,10 +41,11 @@ class LineChartGeometry:
 
 
 def lay_out_lines(chart: LineChart) -> LineChartGeometry:
-    """Compute the paths and ticks of a line chart; fails for a chart without points.
+    """Compute the SVG paths and ticks of a line chart, about ten ticks along x and five along y;
+    raises ValueError for a chart without points.
 
-    The y axis begins at 0. The x axis begins at the first x, or at 0 if that is at most a tenth of
-    the last.
+    The y axis begins at 0 and ends above the highest value and the level. The x axis begins at the
+    first x, or at 0 if that is at most a tenth of the last.
     """
     xs = [x for series in chart.series for x, _ in series.points]
     ys = [y for series in chart.series for _, y in series.points if y is not None]
@@ -95,8 +96,8 @@ def _format_tick(value: float, step: float) -> str:
 
 
 def _svg_path(series: Curve, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """Return the SVG path of a series: it moves after a gap, draws otherwise, and shows a lone
-    point as a dot. `x` and `y` convert values to positions.
+    """Return the SVG path of a series, an empty string if all its values are None: it moves after a
+    gap, draws otherwise, and shows a lone point as a dot. `x` and `y` convert values to positions.
     """
     out, pen_down = [], False
     for x_value, value in series.points:
@@ -114,8 +115,10 @@ def _svg_path(series: Curve, x: Callable[[float], float], y: Callable[[float], f
 
 
 def place_references(panel: Panel) -> list[Tick]:
-    """Return the labelled positions of a panel's reference lines from left to right; lines too
-    close for labels of their own share one.
+    """Return the labelled positions of a panel's reference lines from left to right, as percentages
+    of its axis with labels such as `[1, 2]`.
+
+    Lines too close for labels of their own share one, at the position of the leftmost.
     """
     out: list[tuple[float, str]] = []
     for reference in sorted(panel.references, key=lambda reference: reference.value):
@@ -128,8 +131,8 @@ def place_references(panel: Panel) -> list[Tick]:
 
 
 def place_parts(stack: StackedBar) -> list[tuple[str, str]]:
-    """Return start and width of each part of a stacked bar as percentages of the bar, which they
-    fill.
+    """Return (start, width) of each part of a stacked bar, in their order, as percentages of the
+    bar, such as `12.500%`; the parts are scaled to fill it, whatever their shares add up to.
     """
     out, start = [], 0.0
     total = sum(part.share for part in stack.parts) or 1.0

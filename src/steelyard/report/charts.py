@@ -45,18 +45,18 @@ _WORK_COUNTS = ("tokens", "samples")
 
 
 def build_run_charts(record: Record, say: PageWords) -> list[PageElement]:
-    """Return the line charts of a run: loss, rate over time, and telemetry; each only if it has
-    points.
+    """Return the line charts of a run, which only HTML draws: training loss, rate over time, power
+    and clock of its devices; each only if it has points.
     """
     return [*_loss_chart(record, say), *_rate_chart(record, say), *_telemetry_charts(record, say)]
 
 
 def build_budget_bar(parts: list[tuple[str, float]], total: float, say: PageWords) -> StackedBar:
-    """Return a stacked bar of the parts of a run's wall time as shares of `total`, in the order
-    given.
+    """Return a stacked bar of the parts of a run's wall time, given as (name, seconds), as shares
+    of `total` seconds, in the order given.
 
-    Of more than MAX_PARTS the last ones are added up as one; a negative time counts as 0. `total`
-    must not be 0.
+    Of more than MAX_PARTS, all from the MAX_PARTS-th on are added up as one; a negative time counts
+    as 0. `total` must not be 0.
     """
     shares = [(name, max(0.0, time_s) / total) for name, time_s in parts]
     if len(shares) > MAX_PARTS:
@@ -74,8 +74,11 @@ def _chart_if_any(chart: LineChart) -> list[PageElement]:
 
 
 def _loss_chart(record: Record, say: PageWords) -> list[PageElement]:
-    """Return a chart of the training loss by step, taken from one rank because it is the same on
-    all; nothing for other kinds of work.
+    """Return a chart of the training loss in nats by step (from 0), taken from one rank because it
+    is the same on all, in a list; empty for other kinds of work and without a loss.
+
+    A resumed run also has the losses of the run that it resumed. Long curves are thinned
+    (`_thin_points`).
     """
     if "loss" not in record.task.kind_row.step_values:
         return []
@@ -90,8 +93,9 @@ def _loss_chart(record: Record, say: PageWords) -> list[PageElement]:
 
 
 def _rate_chart(record: Record, say: PageWords) -> list[PageElement]:
-    """Return a chart of the rate over time in the headline pass, a line for each of the first
-    MAX_SERIES ranks; nothing if no sample counts tokens or samples.
+    """Return a chart of the rate over time in the headline pass, in a list, with a line for each of
+    the first MAX_SERIES ranks; empty if no sample counts tokens or samples. Rates are of tokens if
+    any sample counts them, else of samples.
 
     The record's core rate is drawn as a level where it is comparable: one rank, the same unit, and
     the pass that the kind of work prefers.
@@ -130,8 +134,12 @@ def _rate_chart(record: Record, say: PageWords) -> list[PageElement]:
 
 
 def _rate_points(samples: list[Sample], work: str) -> tuple[ChartPoint, ...]:
-    """Return points of (middle time in s, work per second of a step). Neighbouring steps are
-    pooled, total work over total time, if there are more than MAX_POINTS.
+    """Return points of (middle of a step in s, work per second of it); a step that took no time is
+    a gap. If there are more than MAX_POINTS, neighbouring steps are pooled, as total work over
+    total time.
+
+    `samples` are the working steps of one rank, `work` the name of the count ("tokens" or
+    "samples").
     """
     size = -(-len(samples) // MAX_POINTS)
     pairs: list[tuple[Any, Any]] = []
@@ -159,8 +167,9 @@ def _drawable_number(value: Any) -> float | None:
 
 
 def _telemetry_charts(record: Record, say: PageWords) -> list[PageElement]:
-    """Return a chart of power (W) and one of SM clock (MHz) over time in s, a line per device;
-    devices without readings are left out.
+    """Return a chart of power (W) and one of SM clock (MHz) over time in s, with a line for each of
+    the first MAX_SERIES devices that have readings; a chart without any is left out. Lines are
+    named by host and device if there are several hosts.
     """
     several = len({series_of_device.host for series_of_device in record.telemetry}) > 1
     out: list[PageElement] = []
@@ -179,8 +188,9 @@ def _telemetry_charts(record: Record, say: PageWords) -> list[PageElement]:
 
 
 def _thin_points(points: tuple[ChartPoint, ...]) -> tuple[ChartPoint, ...]:
-    """Reduce a line to at most about MAX_POINTS points: the lowest and the highest of each stretch,
-    because a mean would hide dips. A stretch without values stays a gap.
+    """Reduce a line of more than MAX_POINTS points to about as many: the lowest and the highest of
+    each stretch, because a mean would hide dips. A stretch without values stays a gap; a shorter
+    line is unchanged.
     """
     size = -(-len(points) // (MAX_POINTS // 2))
     if size <= 2:
@@ -217,8 +227,11 @@ class _ChartMetric:
 
 
 def build_case_charts(runs: list[NumberedRun], case_name: str, say: PageWords) -> list[PageElement]:
-    """Return a bar chart for each unit of rate among the runs of a case, with panels for rate, MFU
-    and energy; runs without a rate are left out.
+    """Return a bar chart for each unit of rate among the runs of a case, with panels for rate per
+    device, MFU and energy per token; only HTML draws it.
+
+    A row is a group of repeated runs, at most MAX_ROWS of them (`_choose_rows`); groups without a
+    rate and panels without a value are left out, so the list may be empty.
     """
     rated = [(group, group.row.rate) for group in group_compared_runs(runs)]
     drawable = [group for group, rate in rated if rate and _drawable_number(rate.value) is not None]
@@ -254,8 +267,9 @@ def _choose_rows(groups: list[ComparedRuns]) -> list[ComparedRuns]:
 def _row_label(
     group: ComparedRuns, accelerators: list[str], with_scope: bool, say: PageWords
 ) -> BarRow:
-    """Return the label of a chart row: accelerator and engine, below them the settings, the scope
-    if `with_scope`, and the status if it is not valid.
+    """Return the label of a chart row: accelerator and engine; below them precision, division, the
+    settings that differ from the case's own, the scope if `with_scope`, and the status if no run is
+    valid.
 
     `accelerators` lists all of the chart; the position in it is the colour.
     """
@@ -277,8 +291,10 @@ def _row_label(
 
 
 def _panel_metrics(runs: list[NumberedRun], unit: str, say: PageWords) -> tuple[_ChartMetric, ...]:
-    """Return the metrics of the panels: rate in this unit, MFU, and energy per token. Published
-    values are references only for size full.
+    """Return the metrics of the panels: rate per device in this unit, MFU, and energy per token.
+
+    Published values are reference lines of rate (same unit only) and MFU, and only if the runs are
+    of size full; energy has a hint that lower is better in place of its unit.
     """
     references = find_published_rows(runs) if runs[0].record.case.size == "full" else []
     in_samples = runs[0].record.task.rates_in_samples
@@ -321,9 +337,10 @@ def _best_references(
     candidates: list[tuple[PublishedRow, float, str]], number_format: str, say: PageWords
 ) -> tuple[ReferenceLine, ...]:
     """Return a reference line for the highest published value of each accelerator and convention;
-    values that cannot be drawn are dropped.
+    values that cannot be drawn (not above 0, or from 1e15 on) are dropped.
 
-    Items are (published row, value, convention).
+    Candidates are (published row, value, convention); a line's mark is the row's footnote number,
+    its text the line in the legend.
     """
     by_kind: dict[tuple[str, str], tuple[PublishedRow, float]] = {}
     for row, value, convention in candidates:
@@ -344,7 +361,10 @@ def _best_references(
 
 
 def _build_panel(metric: _ChartMetric, groups: list[ComparedRuns], say: PageWords) -> Panel | None:
-    """Return the panel of a metric with a bar for each group, or None if no group has a value."""
+    """Return the panel of a metric with a bar for each group, in their order, or None if no group
+    has a value. If the axis does not begin at 0, its note says so, with the difference between the
+    lowest and the highest value.
+    """
     bars = tuple(_build_bar(metric, group, say) for group in groups)
     values = [bar.value for bar in bars if bar.value is not None]
     if not values:
@@ -357,8 +377,9 @@ def _build_panel(metric: _ChartMetric, groups: list[ComparedRuns], say: PageWord
 
 
 def _axis_range(values: list[float], ends: list[float]) -> tuple[float, float]:
-    """Return both ends of an axis: from 0, or, if there are several values and no number is more
-    than 10 % below the highest value, from a round number below the lowest.
+    """Return both ends of an axis: from 0, or, if there are several values and no number is 10 % or
+    more below the highest value, from a round number below the lowest; it ends 2 % above the
+    highest number.
 
     `ends` are further numbers that must be visible: ends of intervals and references.
     """
@@ -371,8 +392,9 @@ def _axis_range(values: list[float], ends: list[float]) -> tuple[float, float]:
 
 
 def _build_bar(metric: _ChartMetric, group: ComparedRuns, say: PageWords) -> ChartBar:
-    """Return the bar of a group in a panel; without a value if it is unknown, and without an
-    interval that cannot be drawn.
+    """Return the bar of a group in a panel, with number, tooltip and interval; value None, shown as
+    UNKNOWN, if the estimate is unknown or cannot be drawn. An interval with an end below 0 or from
+    1e15 on is dropped.
     """
     estimate = metric.get_estimate(group.row)
     value = None if estimate is None else _drawable_number(estimate.value)

@@ -99,10 +99,10 @@ _TRAIN_FIELDS = (
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The columns and headline rates of a kind of work.
+    """The columns of the table of all values and the headline rates of a kind of work.
 
     `whole` and `core` name the metrics for the rate over wall time and over compute time; `other`
-    has such a pair for runs with another headline pass, by pass.
+    has such a pair (whole, core) for runs with another headline pass, by pass.
     """
 
     fields: tuple[TableField, ...]
@@ -118,8 +118,8 @@ TRAIN = TableLayout(_TRAIN_FIELDS, "p_whole", "p_core")
 
 
 def load_table_layout(kind: Kind) -> TableLayout:
-    """Import and return the table layout that a kind of work names; ImportError or AttributeError
-    if there is none.
+    """Import and return the table layout that a kind of work names in `kind.columns`
+    (`module:name`). Raises ImportError or AttributeError if there is none.
     """
     table_layout: TableLayout = plugins.load_reference(kind.columns)
     return table_layout

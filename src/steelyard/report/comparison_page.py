@@ -39,10 +39,12 @@ _DIRECTION_TONES: dict[str, Tone] = {"better": "good", "worse": "bad", "": "plai
 
 
 def build_comparison_page(comparison: Comparison, lang: Lang = "en") -> Page:
-    """Build the page of a comparison: the verdict first, then both sides, answers, metrics, phases,
-    and other fields that differ.
+    """Build the page of a comparison: the verdict, a table of both sides, the runs that do not
+    count, fields of the question that differ (if any), answers, metrics, phases (if any), and
+    settings that differ.
 
-    Sections for which there is nothing to show are left out or say so.
+    The title names the case of the base's first finished run; the footer lists all ids. Sections
+    that have nothing to show and are not left out say so in a sentence.
     """
     say = PageWords(lang)
     case = (comparison.base.finished or comparison.base.records)[0].case
@@ -82,8 +84,8 @@ def build_comparison_page(comparison: Comparison, lang: Lang = "en") -> Page:
 
 
 def _verdict_sentence(comparison: Comparison, say: PageWords) -> str:
-    """Return one sentence: the ratio of the rates with its interval and whether it counts as faster
-    or slower, or why there is no ratio.
+    """Return one sentence: the ratio of the rates (new over base) with its interval, if any, and
+    whether it counts as faster or slower by the threshold, or why there is no ratio.
     """
     if comparison.ratio is None:
         reason = (
@@ -105,8 +107,8 @@ def _verdict_sentence(comparison: Comparison, say: PageWords) -> str:
 
 
 def _sides_table(comparison: Comparison, say: PageWords) -> Table:
-    """Return a table of both sides: engine and plan, valid of all runs, mean rate, and the ids of
-    up to SHOWN_RECORDS records.
+    """Return a table with a row for base and one for new: engine and plan, valid of all runs, mean
+    rate with its interval, and the ids of up to SHOWN_RECORDS records.
     """
 
     def list_ids(side: ComparisonSide) -> str:
@@ -156,8 +158,9 @@ def _sides_table(comparison: Comparison, say: PageWords) -> Table:
 
 
 def _left_out_paragraphs(comparison: Comparison, say: PageWords) -> list[PageElement]:
-    """Return paragraphs that name the runs that are not valid with their reasons, and that count
-    the records that are on both sides; empty if there are none.
+    """Return a paragraph that names the runs that are not valid (id, side, and reason codes or
+    status), and one that counts the records that are on both sides, in tone `bad`; each only if
+    there are any.
     """
     not_valid = [
         say(
@@ -188,7 +191,8 @@ def _answers_elements(comparison: Comparison, say: PageWords) -> list[PageElemen
     """Return a table of how far the answers of each side are from those of the base's first run, or
     a sentence if nothing is known.
 
-    The row of the base shows how far its own other runs are from its first.
+    The row of the base shows how far its own other runs are from its first, and is left out if it
+    has none.
     """
     form = metric_row(comparison.quality_metric).form
     answers_by_side = zip(("compare.base", "compare.new"), comparison.answers, strict=True)
@@ -233,12 +237,15 @@ def _metrics_elements(comparison: Comparison, say: PageWords) -> list[PageElemen
 
 
 def _changes_table(subject: str, changes: tuple[ValueChange, ...], say: PageWords) -> Table:
-    """Return a table of metrics or phases with both means, their ratio, and its direction.
-    `subject` is "metric" or "phase".
+    """Return a table of metrics or phases with the means of both sides, their ratio with its
+    interval, and whether the change is better or worse. `subject` is "metric" or "phase", for the
+    title of the first column.
     """
 
     def name_cell(change: ValueChange) -> Cell:
-        """Return a metric's name as in tables, and its unit below unless it is a percentage."""
+        """Return the name of a metric or phase as in tables, and its unit below unless it is a
+        percentage.
+        """
         return Cell(
             metric_row(change.name).heading, "" if change.form == "percent" else change.unit
         )
@@ -260,8 +267,9 @@ def _changes_table(subject: str, changes: tuple[ValueChange, ...], say: PageWord
 
 
 def _direction_cell(change: ValueChange, say: PageWords) -> Cell:
-    """Return whether a change is better or worse and whether the test finds it significant;
-    coloured only if significant, UNKNOWN if a side has no value.
+    """Return whether a change is better, worse or neither, and below whether the test finds it
+    significant, not significant, or was not made; coloured only if significant, UNKNOWN if a side
+    has no value.
     """
     if change.base is None or change.new is None:
         return UNKNOWN_CELL
@@ -276,8 +284,8 @@ def _direction_cell(change: ValueChange, say: PageWords) -> Cell:
 
 
 def _fields_table(fields: tuple[FieldDifference, ...], say: PageWords) -> Table:
-    """Return a table of the fields that differ with their values on both sides; values are
-    separated by ` | ` where the runs of a side differ.
+    """Return a table of the fields that differ: name, and values on both sides, separated by ` | `
+    where the runs of a side differ.
     """
 
     def join_values(side_values: tuple[Any, ...]) -> str:

@@ -16,8 +16,8 @@ from steelyard.words import Message, PageWords
 
 @dataclass(frozen=True)
 class ReasonLine:
-    """A reason why a run is not valid. `text` is in the language of the page; `quoted` is an error
-    text as it was stored when the run failed, or None.
+    """A reason why a run is not valid: its code, its sentence (`text`) in the language of the page,
+    and `quoted`, an error text as it was stored when the run failed, or None.
     """
 
     code: str
@@ -37,7 +37,9 @@ def describe_failure(reason: Reason, say: PageWords) -> ReasonLine:
     """Return the line for a reason that does not follow from samples: why a run, or a measurement
     of ceilings, failed.
 
-    A code without a sentence of its own gets a general one; the stored text is quoted.
+    The sentence is that of text `failure.CODE`, or a general one if there is none; the stored text
+    is quoted (None if it is empty). Texts of installed packages are loaded: RequestError if that
+    fails.
     """
     code = f"failure.{reason.code}"
     text_code = code if code in words.load_texts() else "failure.other"
@@ -49,15 +51,18 @@ def describe_failure(reason: Reason, say: PageWords) -> ReasonLine:
 
 
 class DerivedTexts:
-    """The checks, reasons and notes of a record as texts, derived again from its samples when it is
-    created.
+    """The checks, reasons and notes of a record as texts in the language of the page, derived again
+    from its samples when it is created.
 
-    Where the stored ones do not agree with the derived ones, as in a record that does not verify,
-    the stored ones are shown.
+    Methods: `list_checks`, `list_reasons`, `list_notes`, `metric_note`, `quality_note`. Where the
+    stored ones do not agree with the derived ones, as in a record that does not verify, the stored
+    ones are shown.
     """
 
     def __init__(self, record: Record, say: PageWords) -> None:
-        """Compute the record's metrics and findings again, from which all texts are derived."""
+        """Compute the record's metrics and judgement (checks, reasons, notes, quality) again, from
+        which all texts are derived; the record is not changed.
+        """
         self._record, self._say = record, say
         self._results = metric_table.compute_results(record)
         self._judgement = validity.judge_as_messages(
@@ -71,8 +76,8 @@ class DerivedTexts:
         return words.render_text(message or "", self._say.lang)
 
     def list_checks(self) -> list[Check]:
-        """Return the checks with translated details: the derived ones, or the stored ones if one of
-        those (name and result) is not among the derived.
+        """Return the record's checks with details in the language of the page: the derived ones, or
+        all of the stored ones if one of those (name and result) is not among the derived.
         """
         derived = [(check.name, check.ok, check.message) for check in self._judgement.checks]
         stored = [(check.name, check.ok, check.detail) for check in self._record.checks]
@@ -81,10 +86,10 @@ class DerivedTexts:
         return [Check(name=name, ok=ok, detail=self._text(text)) for name, ok, text in chosen]
 
     def list_reasons(self) -> list[ReasonLine]:
-        """Return why a run is not valid, the failure of a failed run first; an empty list for a
-        valid run.
+        """Return why the record's run is not valid; an empty list for a valid run.
 
-        Stored reasons are shown if their codes are not the derived ones.
+        The first stored reason of a failed run is its failure, and is never derived. The others are
+        derived; if the stored codes are not the same in the same order, the stored ones are shown.
         """
         failed = self._record.failure is not None
         failures = (
@@ -98,8 +103,8 @@ class DerivedTexts:
         return [*failures, *(ReasonLine(code, self._text(text)) for code, text in chosen)]
 
     def list_notes(self) -> list[str]:
-        """Return the notes as texts: the derived ones, or the stored ones if one of those does not
-        follow from the samples.
+        """Return the record's notes as texts: the derived ones, or all of the stored ones if one of
+        those does not follow from the samples.
         """
         record, derived = self._record, self._judgement.notes
         agrees = words.are_all_among(
@@ -108,8 +113,10 @@ class DerivedTexts:
         return [self._text(note) for note in (derived if agrees else record.notes)]
 
     def metric_note(self, name: str) -> str:
-        """Return the note of a metric; empty where there is none. The stored note is used if only
-        one of the stored and the derived value is known.
+        """Return the note of one of the record's metrics; empty where there is none.
+
+        It is the derived one, or the stored one if the metric is not derived, or if only one of the
+        stored and the derived value is known.
         """
         stored, derived = self._record.metrics.get(name), self._results.get(name)
         agrees = derived and (stored is None or (derived.value is None) == (stored.value is None))
@@ -117,7 +124,9 @@ class DerivedTexts:
         return self._text(source.note) if source is not None else ""
 
     def quality_note(self) -> str:
-        """Return why the quality was not evaluated; empty where it was."""
+        """Return why the quality of the record's run was not evaluated; empty where it was. The
+        stored note is used if stored and derived result disagree on that.
+        """
         stored = self._record.quality
         agrees = self._judgement.quality.evaluated == stored.evaluated
         return self._text(self._judgement.unevaluated if agrees else stored.note)

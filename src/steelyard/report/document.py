@@ -67,8 +67,8 @@ class Code:
 class TableColumn:
     """The head of a table column.
 
-    `sub` is a second, quieter line such as the unit; `priority` 1 is always shown, 2 and 3 are
-    dropped from a narrow page, 3 first.
+    `sub` is a second, quieter line such as the unit; `strong` makes the title bold. `priority` 1 is
+    always shown, 2 and 3 are dropped from a narrow page, 3 first.
     """
 
     title: str
@@ -156,10 +156,12 @@ def build_table(
     last_kind: RowKind = "total",
     row_tone: Callable[[Row], Tone] = lambda row: "plain",
 ) -> Table:
-    """Build a table: the cells of `rows`, then those of `last_rows` as rows of kind `last_kind`.
+    """Build a table: the cells of `rows`, then those of `last_rows` as rows of kind `last_kind`,
+    and the footnotes as given.
 
     A cell that a column gives as a string gets the tone `row_tone(row)`; in `last_rows` it is
-    strong for totals and plain otherwise. Optional columns without any known cell are left out.
+    strong for totals and plain otherwise. An optional column is left out if all of its cells are
+    UNKNOWN, and so in a table without rows.
     """
     last_tone: Tone = "strong" if last_kind == "total" else "plain"
     all_rows: list[tuple[Row, Tone, RowKind]] = [(row, row_tone(row), "measured") for row in rows]
@@ -193,7 +195,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class Figures:
-    """The headline numbers of one run, under a title and its status; `tone` colours the status."""
+    """The headline numbers of one run, under a title and its status; `tone` colours the status.
+    `text` is the line that text and Markdown show instead.
+    """
 
     title: str
     status: str
@@ -202,7 +206,9 @@ class Figures:
 
     @property
     def text(self) -> str:
-        """Return the title and all numbers on one line, as text and Markdown show them."""
+        """Return the title and all numbers with labels and units on one line, without the status,
+        as text and Markdown show them.
+        """
         numbers = (f"{figure.label} {figure.value} {figure.unit}".rstrip() for figure in self.items)
         return f"{self.title}: {', '.join(numbers)}"
 
@@ -217,7 +223,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class LineChart:
-    """A line chart, drawn by HTML only. `level` is a horizontal line with a label of its own."""
+    """A line chart, drawn by HTML only, with one line for each of `series`. `level` is a y value
+    drawn as a horizontal line (None: no line), with `level_label` in the legend.
+    """
 
     title: str
     x_label: str
@@ -275,9 +283,11 @@ class ReferenceLine:
 
 @dataclass(frozen=True)
 class Panel:
-    """One metric in a bar chart: a bar for each row of the chart, on an axis from `low` to `high`.
+    """One metric in a bar chart: a bar for each row of the chart, on an axis from `low` to `high`,
+    with published values as lines (`references`).
 
-    `note` says that the axis does not begin at 0, and is empty where it does.
+    `unit` may be a hint instead, such as "lower is better". `note` says that the axis does not
+    begin at 0, and is empty where it does.
     """
 
     title: str
@@ -291,8 +301,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class BarRow:
-    """The label of a row of a bar chart. `colour` is the index of its accelerator; a row that is
-    not `valid` is drawn hollow.
+    """The label of a row of a bar chart: `text`, and `sub` as a quieter line below. `colour` is the
+    index of its accelerator in the chart; a row without a `valid` run is drawn hollow.
     """
 
     text: str
@@ -305,6 +315,8 @@ class BarRow:
 class BarChart:
     """A bar chart with one row per group of repeated runs and one panel per metric, drawn by HTML
     only; a table beside it has the numbers.
+
+    Each panel has as many bars as the chart has rows.
     """
 
     title: str
@@ -322,8 +334,8 @@ class Contents:
 
 @dataclass(frozen=True)
 class Fold:
-    """A collapsible part of the page: HTML shows its heading until a reader opens it, other formats
-    print all of it.
+    """A collapsible part of the page. HTML shows heading, `sub` and `note` until a reader opens it;
+    other formats print all of it, with `sub` and `note` below the heading.
     """
 
     heading: Heading
@@ -350,7 +362,9 @@ PageElement = (
 
 @dataclass(frozen=True)
 class Page:
-    """A page: title, language, its elements in order, and a line of text at its end."""
+    """A page: title (of the HTML document; the heading on the page is an element), language, its
+    elements in order, and `footer`, a text at its end, or empty.
+    """
 
     title: str
     lang: Lang

@@ -18,7 +18,9 @@ from steelyard.schema import FrozenModel
 
 
 class NotValidRun(FrozenModel):
-    """A run that is not valid, with the codes of its reasons."""
+    """A run that is not valid: id, status (invalid or failed), and the codes of its reasons, each
+    once.
+    """
 
     id: str
     status: str
@@ -26,9 +28,10 @@ class NotValidRun(FrozenModel):
 
 
 class SpreadData(FrozenModel):
-    """A metric over the valid runs of a group. `interval_from` is what the interval comes from:
-    steps of one run, or the spread of runs; `deviation` is the standard deviation as a share of the
-    mean.
+    """A metric over the valid runs of a group that have a value for it; `runs` is their number.
+
+    `interval_from` is what the interval of the mean comes from: steps of one run, or the spread of
+    runs. `deviation` is the standard deviation as a share of the mean. Null is unknown.
     """
 
     unit: str
@@ -65,8 +68,11 @@ class RepeatsData(FrozenModel):
 
 
 class EngineData(FrozenModel):
-    """The finished runs of one engine. `rate` is that of all devices together, `ratio` is relative
-    to the base engine.
+    """The finished runs of one engine. `rate` (of all devices) and `mfu` are means over its valid
+    runs, `quality` over all, `mem` is the highest in GiB; null is unknown.
+
+    `ratio` is the rate over the base engine's, `answers` how far its answers are from those of the
+    base's first run, `valid` the number of valid runs, `records` the ids of all.
     """
 
     engine: str
@@ -85,8 +91,9 @@ class EngineData(FrozenModel):
 
 
 class EnginesData(FrozenModel):
-    """Runs that differ in the engine alone. `quality` names the metric of the rows' quality;
-    `without` lists engines without a finished run.
+    """Finished runs of two or more engines that differ in the engine alone, one row per engine.
+    `quality` names the metric of the rows' quality; `without` lists engines that have only failed
+    runs.
     """
 
     case: str
@@ -100,8 +107,9 @@ class EnginesData(FrozenModel):
 
 
 class PlanData(FrozenModel):
-    """The runs of one parallel plan. Efficiency is the speed-up over the base divided by the ratio
-    of devices.
+    """The valid runs of one parallel plan. `rate` is the mean of all devices together; speed-up is
+    over the base plan, and efficiency is the speed-up divided by the ratio of devices. `records`
+    are ids.
     """
 
     config: str
@@ -120,7 +128,9 @@ class PlanData(FrozenModel):
 
 
 class ScalingData(FrozenModel):
-    """Runs that differ in the parallel plan alone."""
+    """Valid runs on at least two numbers of devices that differ in the parallel plan alone, one row
+    per plan, fewest devices first.
+    """
 
     case: str
     key: str
@@ -137,7 +147,9 @@ def collect_repeats(records: Iterable[Record]) -> list[RepeatsData]:
 
 
 def _repeats_data(group: RepeatGroup) -> RepeatsData:
-    """Return a group of repeated runs as data."""
+    """Return a group of repeated runs as data; what its runs have in common is read from its first
+    record.
+    """
     first_record, case = group.records[0], group.records[0].case
     not_valid = [
         NotValidRun(
@@ -179,12 +191,16 @@ def _spread_data(spread: MetricSpread) -> SpreadData:
 
 
 def collect_engines(records: Iterable[Record]) -> list[EnginesData]:
-    """Return groups of runs that differ in the engine alone as data; empty if there are none."""
+    """Return groups of finished runs of at least two engines that differ in the engine alone as
+    data; empty if there are none.
+    """
     return [_engines_data(group) for group in side.find_engine_groups(records)]
 
 
 def _engines_data(group: EngineGroup) -> EnginesData:
-    """Return a group of compared engines as data."""
+    """Return a group of compared engines as data; what its runs have in common is read from its
+    first record.
+    """
     case = group.records[0].case
     return EnginesData(
         case=case.name,
@@ -216,14 +232,16 @@ def _engine_data(row: EngineRuns) -> EngineData:
 
 
 def collect_scaling(records: Iterable[Record]) -> list[ScalingData]:
-    """Return the groups of runs that differ in the parallel plan alone as data; empty if there are
-    none.
+    """Return the groups of valid runs that differ in the parallel plan alone, on at least two
+    numbers of devices, as data; empty if there are none.
     """
     return [_scaling_data(group) for group in scale.find_scaling_groups(records)]
 
 
 def _scaling_data(group: ScalingGroup) -> ScalingData:
-    """Return a group of plans as data."""
+    """Return a group of parallel plans as data; what its runs have in common is read from its first
+    record.
+    """
     first_record, case = group.records[0], group.records[0].case
     return ScalingData(
         case=case.name,

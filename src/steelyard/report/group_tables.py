@@ -58,7 +58,8 @@ Group = TypeVar("Group", bound=RepeatGroup | ScalingGroup | EngineGroup)
 
 @dataclass(frozen=True)
 class GroupKind(Generic[Group]):
-    """A kind of group of runs: REPEATS, SCALING or ENGINES.
+    """A kind of group of runs: REPEATS, SCALING or ENGINES. `build_section` makes a section of the
+    report, `build_page` what the command line prints.
 
     `name` begins the codes of its texts, such as `repeats.note`. `make_title` is called with a
     group, all groups of the case, and the words; `build_elements` with a group, its numbered runs,
@@ -73,8 +74,9 @@ class GroupKind(Generic[Group]):
     def build_section(
         self, runs: list[NumberedRun], level: int, say: PageWords
     ) -> list[PageElement]:
-        """Return a section of a case with heading, groups and a note; empty where the runs form no
-        group. `level` is that of the heading.
+        """Return a section of a case for this kind of group: a heading of this level, for each
+        group a line with its runs and title and its elements, and a note; empty where the runs form
+        no group.
         """
         out: list[PageElement] = []
         for title, members, elements in self._titled_groups(runs, say):
@@ -82,8 +84,9 @@ class GroupKind(Generic[Group]):
         return [Heading(level, say(self.name)), *out, self._note(say)] if out else []
 
     def build_page(self, records: list[Record], lang: Lang = "en") -> Page | None:
-        """Build the page that the command line prints after runs: the groups of every case; None
-        where the records form no group.
+        """Build the page that the command line prints after runs: the groups of this kind of every
+        case, each under a line with case and title, then a note, without a page title; None where
+        the records form no group.
         """
         say = PageWords(lang)
         out: list[PageElement] = []
@@ -98,7 +101,9 @@ class GroupKind(Generic[Group]):
     def _titled_groups(
         self, runs: list[NumberedRun], say: PageWords
     ) -> Iterable[tuple[str, list[NumberedRun], list[PageElement]]]:
-        """Yield title, runs and elements of each group."""
+        """Yield (title, runs, elements) of each group of this kind that the runs form, in the order
+        of `find_groups`.
+        """
         groups = self.find_groups(run.record for run in runs)
         for group in groups:
             members = [run for run in runs if any(run.record is record for record in group.records)]
@@ -114,8 +119,8 @@ class GroupKind(Generic[Group]):
 
 
 def _format_common(record: Record, say: PageWords, engine: bool = True, plan: bool = True) -> str:
-    """Return how the runs of a group ran: engine, precision, division, scope, plan (of several
-    devices) and kind of device, from one of its records.
+    """Return how the runs of a group ran, joined by ` · `: engine, precision, division, scope, plan
+    (of several devices only) and kinds of device, from one of its records.
 
     `engine` and `plan` say whether these are included.
     """
@@ -133,14 +138,16 @@ def _format_common(record: Record, say: PageWords, engine: bool = True, plan: bo
 def _repeats_elements(
     group: RepeatGroup, members: list[NumberedRun], say: PageWords
 ) -> list[PageElement]:
-    """Return a table of mean, interval and spread of each headline metric over the valid runs, and
-    a sentence that names the runs that are not valid.
+    """Return a table with mean, interval and spread of rate, MFU, memory, energy and quality over
+    the valid runs, a row per metric, and a sentence that names the runs that are not valid, with
+    reasons.
 
-    The table is left out if no run is valid.
+    The first row says how many runs do not count. The table is left out if no run is valid, the
+    sentence if all are. `members` are the group's runs with their numbers.
     """
 
     def number_format(spread: MetricSpread) -> str:
-        """Return the number format of a metric."""
+        """Return the name of a metric's number format, such as `percent`."""
         return metric_row(spread.name, spread.unit).form
 
     def name_cell(spread: MetricSpread) -> Cell:
@@ -149,8 +156,8 @@ def _repeats_elements(
         return Cell(title, "" if number_format(spread) == "percent" else spread.unit)
 
     def mean_cell(spread: MetricSpread) -> Cell:
-        """Return the mean over the valid runs; a quality that was not evaluated in all of them says
-        so below.
+        """Return the mean of a metric over the valid runs; below the case's quality it says so if
+        that was not evaluated in all of them.
         """
         quality = spread.name == group.valid[0].quality.metric
         evaluated = not quality or all(record.quality.evaluated for record in group.valid)
@@ -239,8 +246,9 @@ def _format_scaling_title(group: ScalingGroup, groups: list[ScalingGroup], say: 
 def _scaling_elements(
     group: ScalingGroup, members: list[NumberedRun], say: PageWords
 ) -> list[PageElement]:
-    """Return a table with a row per plan: rate of all devices, speed-up and efficiency relative to
-    the base plan.
+    """Return a table, in a list, with a row per plan, fewest devices first: rate of all devices,
+    speed-up and efficiency relative to the base plan, each with its interval. `members` is not
+    used.
     """
 
     def speedup_cell(row: ScalingRow) -> Cell:
@@ -291,7 +299,9 @@ def make_answer_cells(
     """Return cells that say how far answers are from those of the base, by the names in
     ANSWER_COLUMNS; all UNKNOWN if `answers` is None.
 
-    `form` is the number format of the quality.
+    `other`: items answered otherwise; `tokens`: items with other likeliest tokens; `largest`:
+    largest difference over items; `loss` and `grad_norm`: largest difference over steps; `apart`:
+    difference of the quality, whose number format is `form`.
     """
     if answers is None:
         return dict.fromkeys(ANSWER_COLUMNS, UNKNOWN_CELL)
@@ -307,7 +317,9 @@ def make_answer_cells(
 
 
 def _count_cell(count: int | None, differences: Differences, say: PageWords) -> Cell:
-    """Return `count` of the items that both answered, the percentage below; UNKNOWN for None."""
+    """Return `count` "of" the number of items that both answered, with the percentage below (none
+    for 0 items); UNKNOWN for None.
+    """
     if count is None:
         return UNKNOWN_CELL
     share = format_number("percent", count / differences.items) if differences.items else ""
@@ -318,7 +330,7 @@ def _count_cell(count: int | None, differences: Differences, say: PageWords) -> 
 
 def _difference_cell(difference: StepDifference | None, say: PageWords) -> Cell:
     """Return the largest difference of a value over the steps, with its step (counted from 0) below
-    if the difference is not 0.
+    if the difference is not 0; UNKNOWN for None.
     """
     if difference is None:
         return UNKNOWN_CELL
@@ -329,8 +341,9 @@ def _difference_cell(difference: StepDifference | None, say: PageWords) -> Cell:
 def _engines_elements(
     group: EngineGroup, members: list[NumberedRun], say: PageWords
 ) -> list[PageElement]:
-    """Return a table with a row per engine, differences of the answers first, then paragraphs for
-    engines without a finished run and for models with dropout.
+    """Return a table with a row per engine (the base first): differences of the answers, quality,
+    rate, ratio to the base, MFU, memory and runs; then paragraphs for engines without a finished
+    run, and for models with dropout, whose answers also differ by chance. `members` is not used.
     """
     first_record = group.records[0]
     form = metric_row(
@@ -350,8 +363,8 @@ def _engines_elements(
         return Cell(f"{number} {unit_text}".rstrip(), "" if evaluated else say("not_evaluated"))
 
     def rate_cell(row: EngineRuns) -> Cell:
-        """Return the rate of valid runs; without any, in grey that of the others with the codes of
-        their reasons.
+        """Return the mean rate of an engine's valid runs with its interval; without any, muted,
+        that of the others with the codes of their reasons (UNKNOWN if one has no rate).
         """
         if row.rate is not None:
             return make_estimate_cell(row.rate)

@@ -33,8 +33,8 @@ REVISION_CHARS = 12  # characters of a source revision that are shown
 
 
 def build_history_page(history: RateHistory, lang: Lang = "en") -> Page:
-    """Build the page of a history: each trend, then the files that are not records that verify,
-    with the reason.
+    """Build the page of a history: each trend, or a sentence if there is none, then a table of the
+    files that are no record or do not verify, with the reason, and a note with the threshold.
     """
     say = PageWords(lang)
     elements: list[PageElement] = [Heading(1, say("history"))]
@@ -53,7 +53,10 @@ def build_history_page(history: RateHistory, lang: Lang = "en") -> Page:
 
 
 def _trend_elements(trend: Trend, say: PageWords) -> list[PageElement]:
-    """Return heading, verdict, table and chart of a trend."""
+    """Return the elements of a trend: a heading of what its records have in common, the verdict (a
+    sentence on its first bad record, in tone `bad`, or that there is none), the table, and the
+    chart.
+    """
     head = trend.first_entry
     parts = (
         head.name,
@@ -79,8 +82,9 @@ def _trend_elements(trend: Trend, say: PageWords) -> list[PageElement]:
 
 
 def describe_bad_record(bad_record: FirstBadRecord, say: PageWords) -> str:
-    """Return a sentence that names the first bad record and why: its status with reason codes, or
-    how much slower than the best before it.
+    """Return a sentence that names the first bad record of a trend (short id, path) and why: its
+    status with reason codes if it is not valid, or its ratio to the best before it, and whether
+    that is significant.
     """
     entry = bad_record.record.entry
     if bad_record.ratio is None or bad_record.best is None:
@@ -101,8 +105,11 @@ def describe_bad_record(bad_record: FirstBadRecord, say: PageWords) -> str:
 
 
 def _trend_table(trend: Trend, say: PageWords) -> Table:
-    """Return the table of a trend: one row per point (a run or consecutive repeats) with rate,
-    ratios to the first and the previous point, quality and status.
+    """Return the table of a trend: one row per point (a run or consecutive repeats), oldest first,
+    with date, revision, valid of all runs, rate, ratios to the first and the previous point,
+    quality and status.
+
+    Date, revision and quality are those of the point's first run.
     """
 
     def date_cell(point: TrendPoint) -> Cell:
@@ -125,8 +132,8 @@ def _trend_table(trend: Trend, say: PageWords) -> Table:
         return format_number(metric_row(entry.quality).form, entry.quality_value)
 
     def status_cell(point: TrendPoint) -> Cell:
-        """Return the first status of the point's runs that is not valid, else valid, and all reason
-        codes below.
+        """Return the first status of the point's runs that is not valid, else valid, in its colour,
+        and the reason codes of all its runs, each once, below.
         """
         statuses = dict.fromkeys(run.entry.status for run in point.runs)
         worst = next((status for status in statuses if status != "valid"), "valid")
@@ -172,7 +179,9 @@ def _trend_table(trend: Trend, say: PageWords) -> Table:
 
 
 def _trend_chart(trend: Trend, say: PageWords) -> list[PageElement]:
-    """Return a chart of the rate by point in a list; empty if fewer than two points have a rate."""
+    """Return a chart of the rate by number of the point (from 1) in a list, with gaps where a point
+    has no rate; empty if fewer than two points have one.
+    """
     points = tuple(
         (float(i), None if point.rate is None else point.rate.value)
         for i, point in enumerate(trend.points, 1)

@@ -27,14 +27,17 @@ from steelyard.words import PageWords
 
 
 def build_hosts_table(record: Record, say: PageWords) -> list[PageElement]:
-    """Return a table of hosts with ranks, devices, CPU, clock offset in s, memory in use on its
-    fullest device in GiB, and energy in J; empty for a run on one host.
+    """Return a table of the run's hosts, in a list: name, ranks, devices, CPU, clock offset in s,
+    memory in use on its fullest device in GiB, and energy of its ranks in J; empty for a run on one
+    host.
     """
     if len(record.hosts) < 2:
         return []
 
     def format_devices(host: HostFacts) -> str:
-        """Return the number of devices, and their names with memory sizes, each once."""
+        """Return the number of a host's devices, and their names with memory sizes, each kind once,
+        such as `8x NVIDIA H200 (139.8 GiB)`.
+        """
         kinds = dict.fromkeys(
             f"{format_setting(device.name)} ({format_bytes_in_gib(device.memory_bytes)})"
             for device in host.devices
@@ -42,8 +45,8 @@ def build_hosts_table(record: Record, say: PageWords) -> list[PageElement]:
         return f"{format_count(len(host.devices))}x {', '.join(kinds)}"
 
     def format_host_ranks(host: HostFacts) -> str:
-        """Return the ranks of a host: first and last if there are several, which are taken to be
-        consecutive.
+        """Return the ranks of a host: first and last with a dash if there are several, which are
+        taken to be consecutive; one rank alone; empty for none.
         """
         if len(host.ranks) > 1:
             return f"{host.ranks[0]} – {host.ranks[-1]}"
@@ -74,8 +77,8 @@ def build_hosts_table(record: Record, say: PageWords) -> list[PageElement]:
 
 
 def _format_clock(host: HostFacts) -> str:
-    """Return the offset of the host's clock from the parent's, with its uncertainty, in seconds;
-    UNKNOWN if not measured.
+    """Return the offset of the host's clock from the parent's, with its uncertainty, in seconds
+    with six decimals, such as `0.000012 ± 0.000030`; UNKNOWN if not measured.
     """
     if host.clock_offset_s is None or host.clock_uncertainty_s is None:
         return UNKNOWN
@@ -83,8 +86,12 @@ def _format_clock(host: HostFacts) -> str:
 
 
 def build_ranks_table(record: Record, say: PageWords) -> list[PageElement]:
-    """Return a table of memory, wall time, step times and measured matmul and all-reduce rates of
-    every rank in the headline pass; empty for fewer than two ranks.
+    """Return a table, in a list, with a row per rank of the headline pass, by rank: device,
+    position in the plan, memory in GiB (in use, allocated, reserved), wall time, and the matmul
+    rate measured at its start; empty for fewer than two ranks.
+
+    Mean and longest step are added for work with a steady window, the all-reduce rate if a rank
+    measured it.
     """
     pass_name = passes.find_headline_pass(record)
     rank_windows = passes.select_windows(record, pass_name) if pass_name else []
@@ -172,7 +179,7 @@ def _format_device(record: Record, facts: RankFacts | None) -> str:
 
 
 def _step_times_s(record: Record) -> dict[int, tuple[float, float]]:
-    """Return mean and longest step in seconds of every rank in the steady window.
+    """Return (mean, longest) step in seconds in the steady window, by rank.
 
     Empty for kinds of work without a steady window, because their batches differ by design, and
     where no steady window was found.
@@ -207,8 +214,8 @@ MAX_RANKS = 16  # rows of the straggler table
 
 
 def build_straggler_section(record: Record, say: PageWords) -> list[PageElement]:
-    """Return a sentence and a table on the slowest rank, or a sentence why it is not known; empty
-    for a run on one device.
+    """Return a sentence (strong if there is a straggler) and a table on the slowest rank or
+    replica, or a sentence why it is not known; empty for a run on one device.
     """
     if count_devices(record) < 2:
         return []
@@ -222,8 +229,11 @@ def build_straggler_section(record: Record, say: PageWords) -> list[PageElement]
 
 
 def _straggler_sentence(result: Stragglers, say: PageWords) -> str:
-    """Return a sentence that names the slowest rank or replica and the share of a step (or pass) it
-    costs, and whether it has more tokens than the others.
+    """Return a sentence that names the slowest rank or replica and the share of a step (or pass)
+    that it costs.
+
+    If it counts as slow, its own time and that of the others in s follow, and how many times their
+    tokens it has, if it has more; else the sentence says that no rank is clearly slow.
     """
     slowest = result.slowest
     rank_text = (
@@ -251,8 +261,11 @@ def _straggler_sentence(result: Stragglers, say: PageWords) -> str:
 
 
 def _straggler_table(result: Stragglers, say: PageWords) -> Table:
-    """Return a table of the own time and waiting time in s of at most MAX_RANKS rows, slowest
-    first; a straggler is bold.
+    """Return a table of own time and waiting time in s, difference from the median of the others,
+    and tokens, of at most MAX_RANKS ranks or replicas, slowest first; a straggler is bold.
+
+    Columns without any value are left out. Footnotes say how many rows there are if not all are
+    shown, and what own time means.
     """
     seconds = words.translate_unit("s", say.lang)
     columns: tuple[ColumnSpec[RankTime], ...] = (

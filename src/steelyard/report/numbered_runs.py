@@ -33,8 +33,8 @@ STATUS_TONE: dict[str, Tone] = {"valid": "good", "invalid": "bad", "failed": "ba
 
 @dataclass(frozen=True)
 class NumberedRun:
-    """A record with its number within its case. `anchor` is the id of its part of the page, to
-    which links point.
+    """A record with its number within its case (from 1). `anchor` is the id of its part of the
+    page, to which links point; empty if there is none.
     """
 
     number: int
@@ -43,13 +43,13 @@ class NumberedRun:
 
     @property
     def label(self) -> str:
-        """Return the number as pages show it, such as #3."""
+        """Return the run's number as pages show it, such as `#3`."""
         return f"#{self.number}"
 
     @property
     def title(self) -> str:
-        """Return label, accelerator, engine, precision and division, and the plan if there are
-        several devices.
+        """Return the run's title: label, accelerator, engine, precision and division, and the plan
+        if there are several devices, joined by ` · `.
         """
         case = self.record.case
         plan = self.record.plan
@@ -62,8 +62,8 @@ class NumberedRun:
 
 
 def format_accelerator(record: Record) -> str:
-    """Return the kind of device and how many the run used, such as `NVIDIA H200 × 8`; the CPU's
-    name if it had no device.
+    """Return the kinds of device and how many the run used, such as `NVIDIA H200 × 8`; the CPU's
+    name (UNKNOWN if not recorded) if it had no device.
     """
     kind = ", ".join(list_device_names(record)) or format_setting(record.environment.hardware.cpu)
     return f"{kind} × {record.plan.world}"
@@ -124,8 +124,8 @@ def format_labels(runs: list[NumberedRun], say: PageWords) -> str:
 
 
 def format_reason_codes(records: Record | Iterable[Record], say: PageWords) -> str:
-    """List the codes of the reasons why records are not valid, each once; empty where there are
-    none.
+    """List the codes of the reasons why one or several records are not valid, each once, joined by
+    the language's comma; empty where there are none.
     """
     all_records = [records] if isinstance(records, Record) else records
     distinct = dict.fromkeys(reason.code for record in all_records for reason in record.reasons)
@@ -140,8 +140,9 @@ def format_status(record: Record, say: PageWords) -> str:
 
 
 def format_scope(record: Record, say: PageWords) -> str:
-    """Return how much of the question was run: full, or the sizes of the window. For a resumed run,
-    the steps from which it resumed are added.
+    """Return how much of the question was run: full, or "window" with its sizes (selected rows,
+    sample, subjects, steps), or UNKNOWN in their place. For a resumed run, the steps from which it
+    resumed are added.
 
     More than MAX_SUBJECTS subjects are counted, not named.
     """
@@ -236,13 +237,16 @@ def find_engine_version(record: Record) -> PackageVersion | None:
 
 
 def list_non_default_settings(record: Record) -> dict[str, Any]:
-    """Return the settings of the tune whose value is not the default, by name."""
+    """Return the settings of the record's tune whose value is not the default, by name, as JSON
+    values.
+    """
     return record.tune.model_dump(mode="json", exclude_defaults=True)
 
 
 def list_case_changes(record: Record) -> list[str]:
     """List what makes a record's question or case another than the shipped one of its name: keys
-    changed on the command line, and English texts for the rest.
+    such as `question.train.batch` that the command line changed, then English texts for a modified
+    case or one of an earlier version. Empty if nothing does.
     """
     return [
         *list_changed_keys(record.case.origins),
@@ -252,7 +256,11 @@ def list_case_changes(record: Record) -> list[str]:
 
 def record_identity(record: Record) -> dict[str, Any]:
     """Return what a record is (case, scope, engine, versions, accelerator, plan, status, …) under
-    the names that CSV and JSON use.
+    the names that CSV and JSON use (as_csv.IDENTITY); None for what is unknown.
+
+    `changed` is that of `list_case_changes`, `accelerator` the distinct device names,
+    `accelerators` the number of devices, `tune` the settings that are not the default, `reasons`
+    distinct codes.
     """
     case, plan, scope = record.case, record.plan, record.scope
     engine, framework = find_engine_version(record), find_framework_version(record)
@@ -288,10 +296,11 @@ def record_identity(record: Record) -> dict[str, Any]:
 
 
 def format_stage_memory(record: Record) -> str:
-    """Return the peak memory in GiB of the fullest rank of each pipeline stage, times the stage's
-    ranks: `46.80*2 + 38.93*2`.
+    """Return the peak memory in GiB of the fullest rank of each pipeline stage in the headline
+    pass, times the stage's ranks: `46.80*2 + 38.93*2`.
 
-    UNKNOWN for fewer than two ranks.
+    UNKNOWN for fewer than two ranks, and in the place of a stage's size if no rank of it was
+    measured.
     """
     name = find_headline_pass(record)
     by_stage: dict[int, list[float | None]] = {}
@@ -316,8 +325,8 @@ def format_changed_settings(record: Record, say: PageWords | None = None) -> str
     """Return the settings that come from the case or from a user and not from defaults, as
     `key=value` joined by commas; UNKNOWN if there are none.
 
-    With `say` each one is followed by where it came from. A setting that was chosen by `auto` is
-    marked so.
+    A setting that was chosen by `auto` is marked `(auto)`. With `say`, each other one is followed
+    by where it came from, in parentheses.
     """
     out = []
     for key, value in list_stored_settings(record).items():
@@ -334,7 +343,8 @@ def format_changed_settings(record: Record, say: PageWords | None = None) -> str
 
 def format_tuned_settings(record: Record) -> str:
     """Return the settings that are not the case's own, as `key=value` joined by commas: those that
-    a user set, and values of older records that differ from today's default.
+    a user set, and values of older records that differ from today's default. A setting that was
+    chosen by `auto` is marked `(auto)`.
 
     Empty if there are none.
     """
@@ -350,13 +360,17 @@ def format_tuned_settings(record: Record) -> str:
 
 
 def list_stored_settings(record: Record) -> dict[str, Any]:
-    """Return only the settings that the record stores; an older record has fewer."""
+    """Return only the settings of the tune that the record stores, by name, as JSON values; an
+    older record has fewer.
+    """
     return record.tune.model_dump(mode="json", exclude_unset=True)
 
 
 def _setting_origin(key: str, origins: dict[str, str]) -> str | None:
-    """Return where the value of a setting came from, such as `case` or `command line`; for a
-    setting that is a table, where its first key did; None if unknown.
+    """Return where the value of a setting of the tune came from, such as `case` or `command line`;
+    for a setting that is a table, where its alphabetically first key did; None if unknown.
+
+    `origins` has the origin of each dotted key, such as `tune.micro_batch`.
     """
     exact = origins.get(f"tune.{key}")
     return exact or next(
@@ -366,7 +380,9 @@ def _setting_origin(key: str, origins: dict[str, str]) -> str | None:
 
 
 def format_parallel_plan(record: Record) -> str:
-    """Return the plan's degrees, and for training the sharding stage, such as `TP2PP4DP1 SH1`."""
+    """Return the plan's degrees, and for training the sharding stage if it is not 0, such as
+    `TP2PP4DP1 SH1`.
+    """
     sharding = record.tune.sharding
     sharding_text = f" SH{sharding}" if record.task.kind_row.trains and sharding else ""
     return f"{record.plan}{sharding_text}"

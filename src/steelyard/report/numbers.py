@@ -29,8 +29,9 @@ def format_significant(value: float) -> str:
 
 
 def format_percent(value: float) -> str:
-    """Format a share (1.0 is 100 %) as a percentage with one decimal; with two, or at most three,
-    below 1 % and where rounding would make it 0 or 100.
+    """Format a share (1.0 is 100 %) as a percentage with one decimal, such as `45.2%`; with two, or
+    at most three, below 1 % and where rounding would make it 0 or 100. Exactly 0 and 1 have one
+    decimal.
     """
     if value in (0.0, 1.0):
         return f"{value:.1%}"
@@ -68,7 +69,8 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 
 def format_number(form: str, value: Any, scale: float = 1.0) -> str:
     """Format `value / scale` in one of the number formats (number, percent, gib, seconds,
-    decimals); UNKNOWN for what is no finite number.
+    decimals), without a unit except the percent sign; UNKNOWN for a value that is no finite number.
+    Raises KeyError for another format.
     """
     number = finite_or_none(value)
     return UNKNOWN if number is None else _FORMATS[form](number / scale)
@@ -77,7 +79,9 @@ def format_number(form: str, value: Any, scale: float = 1.0) -> str:
 def format_interval(
     interval: tuple[float, float] | None, form: str = "number", scale: float = 1.0
 ) -> str:
-    """Format both ends of an interval with a dash between them; an empty string for None."""
+    """Format both ends of an interval with ` – ` between them, each by `format_number`; an empty
+    string for None.
+    """
     return (
         "" if interval is None else " – ".join(format_number(form, end, scale) for end in interval)
     )
@@ -129,11 +133,12 @@ def format_count(value: Any) -> str:
 
 
 def format_setting(value: Any, depth: int = 0) -> str:
-    """Format a setting as its author would type it: no thousands separators, `true` and `false`,
-    lists and dicts by their items.
+    """Format a setting as its author would type it: no thousands separators, floats with up to 12
+    significant digits, `true` and `false`, a dict as `key=value` and a list as its items, joined by
+    commas.
 
     None, empty text, empty dicts and lists are UNKNOWN; items of a dict that are None are left out.
-    From `depth` 1 on dicts and lists get brackets, and beyond depth 8 they become `…`.
+    From `depth` 1 on dicts and lists get brackets, and from depth 8 on they become `…`.
     """
     if value is None or value == "" or value == {} or value == []:
         return UNKNOWN

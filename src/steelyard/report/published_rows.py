@@ -24,7 +24,9 @@ MFU_CONVENTIONS = {"mfu": "published", "mfu_palm": "palm", "mfu_nominal": "nomin
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A published row of a case, with the number of its footnote."""
+    """A published row of a case (`row`: configuration, values, source, precisions and note, as the
+    case file has them), with the number of its footnote on the page.
+    """
 
     number: int
     row: PublishedFacts
@@ -36,8 +38,9 @@ class PublishedRow:
 
     @property
     def configuration(self) -> tuple[str, int | None, str]:
-        """Return the accelerator, how many of them (None if the configuration does not say), and
-        the rest of the configuration text.
+        """Return the accelerator of a published row, how many of them, and the rest of its
+        configuration text; for text of another form than `8x NVIDIA A100 (1x8), rest`, (the whole
+        text, None, "").
         """
         match = _CONFIG.match(format_setting(self.row.config))
         if match is None:
@@ -45,7 +48,9 @@ class PublishedRow:
         return match[2], int(match[1][:9]), match[3] or ""
 
     def format_metric(self, name: str) -> str:
-        """Format a metric of the row; text is returned as it is, a missing metric is UNKNOWN."""
+        """Format a metric of the published row without its unit; a published text is returned as it
+        is, a missing metric is UNKNOWN.
+        """
         value: Any = self.values.get(name)
         return (
             format_setting(value)
@@ -54,11 +59,11 @@ class PublishedRow:
         )
 
     def device_rate(self, in_samples: bool) -> tuple[float, str] | None:
-        """Return the rate of one device and its unit: as published per device, or that of the whole
-        pass or training divided by the devices.
+        """Return the published rate of one device and its unit: `tokens_per_device_s`, or else the
+        first of `p_infer_whole`, `p_train` and `p_whole` that is published, divided by the devices.
 
-        None if there is no such number or the number of devices is unknown. `in_samples` says that
-        the task's whole-run rates count samples, not tokens.
+        None if that is no number or the number of devices is unknown. `in_samples` says that the
+        task's whole-run rates count samples, not tokens.
         """
         per_device = finite_or_none(self.values.get("tokens_per_device_s"))
         if per_device is not None:
@@ -82,8 +87,9 @@ class PublishedRow:
         return Cell(label, "" if label == ran else say("published.ran", ran))
 
     def format_footnote(self, say: PageWords) -> str:
-        """Return the footnote, such as `[1] ...`: configuration, source, both precisions and the
-        case's remark.
+        """Return the footnote of the published row, such as `[1] ...`: configuration, source, both
+        precisions and the case's remark, in the language of the page where the case's texts are
+        translated.
         """
         row = self.row
         parts = [
@@ -98,7 +104,8 @@ class PublishedRow:
 
 
 def find_published_rows(runs: list[NumberedRun]) -> list[PublishedRow]:
-    """Return the reference rows of a case's runs, each once and numbered from 1.
+    """Return the reference rows of a case's runs, each once and numbered from 1, in the order of
+    runs and case.
 
     Runs whose question or case differs from the shipped one are skipped, because published rows
     answer the shipped question.
@@ -116,8 +123,11 @@ def find_published_rows(runs: list[NumberedRun]) -> list[PublishedRow]:
 def make_size_note(
     runs: list[NumberedRun], references: list[PublishedRow], say: PageWords
 ) -> list[str]:
-    """Return a note that published rows are of size full, in a list; empty if the runs are too or
-    there are no such rows.
+    """Return a note that names the runs' size and says that published rows are of size full and
+    cannot be compared, in a list; empty if the runs are of size full or there are no published
+    rows.
+
+    The runs (at least one) are all of one size, that of the first.
     """
     size = runs[0].record.case.size
     return [say("published.size", size)] if references and size != "full" else []

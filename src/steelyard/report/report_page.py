@@ -63,10 +63,11 @@ from steelyard.words import PageWords
 
 
 def build_report_page(records: list[Record], lang: Lang) -> Page:
-    """Build the report page: summary, a comparison section per case, the meanings of metrics, then
-    every run in full.
+    """Build the report page: title, date, machines, summary, contents, a comparison section per
+    case, the meanings of metrics, then every run in full, folded; the footer lists all ids.
 
-    With one case its name is the title of the page, and headings are one level higher.
+    With one case its name is the title of the page, and runs have no heading per case. `records`
+    must not be empty.
     """
     say = PageWords(lang)
     cases = group_by_case(records, lang)
@@ -127,7 +128,7 @@ def _case_elements(
     case: CaseName, runs: list[NumberedRun], level: int, say: PageWords
 ) -> list[PageElement]:
     """Return the elements of a case: bar charts, the comparison table, tables of engines and of
-    scaling, then folded: repeats, all values, and MFU by convention.
+    scaling, then as two folds: repeats; all values with MFU by convention.
 
     Parts for which the runs have nothing are left out. `level` is that of the headings.
     """
@@ -145,10 +146,11 @@ def _case_elements(
 
 
 def _run_fold(run: NumberedRun, level: int, say: PageWords) -> Fold:
-    """Return a run as a collapsed part of the page: figures and all details inside.
+    """Return a run as a fold: its headline numbers and all details inside.
 
-    Its heading shows the run's title and status, and quietly the rate, the changed settings, the
-    scope and the date to the minute; an unknown rate is left out.
+    The closed fold shows the run's title and status with reason codes, and quietly the rate over
+    wall time, the changed settings, the scope and the date to the minute; an unknown rate is left
+    out.
     """
     record = run.record
     whole = load_table_layout(record.task.kind_row).whole
@@ -168,8 +170,8 @@ def _run_fold(run: NumberedRun, level: int, say: PageWords) -> Fold:
 
 
 def _headline_figures(run: NumberedRun, say: PageWords) -> Figures:
-    """Return the headline numbers of a run: core and whole rate, MFU, quality, memory, and
-    end-to-end time.
+    """Return the headline numbers of a run: core rate, whole rate, MFU, quality, memory, and
+    end-to-end time, under its title, scope and status.
 
     Unknown ones are shown as `/` without a unit. A quality that was not evaluated says so in the
     place of its unit.
@@ -205,8 +207,11 @@ _RATE_METRICS = {"tokens": "tokens_per_device_s", "samples": "samples_per_s"}
 def build_meanings(
     cases: dict[CaseName, list[NumberedRun]], level: int, say: PageWords
 ) -> list[PageElement]:
-    """Return a table that explains settings and metrics: those in the comparison tables at once,
-    all others of these runs folded below.
+    """Return a table that explains settings and metrics, and their short names: those in the
+    comparison tables at once, all others of these runs in a fold below, if there are any.
+
+    A metric is explained in the words of the task of the first run that has it. `level` is that of
+    the fold's heading.
     """
     runs = [run for case_runs in cases.values() for run in case_runs]
     tasks: dict[str, Task] = {}
@@ -232,8 +237,8 @@ def build_meanings(
 
 
 def _meanings_table(rows: list[tuple[str, str, str]], say: PageWords) -> Table:
-    """Return the table of meanings; each row is a name, its meaning and its short name as in
-    tables.
+    """Return the table of meanings; each row is (name, meaning, short name as in tables), and an
+    empty meaning is UNKNOWN.
     """
     columns: tuple[ColumnSpec[tuple[str, str, str]], ...] = (
         ColumnSpec(say("metrics.name"), lambda row: row[0]),
@@ -247,8 +252,10 @@ RowsByCase = dict[CaseName, list[OverviewRow]]
 
 
 def _summary_paragraph(cases: dict[CaseName, list[NumberedRun]], say: PageWords) -> Paragraph:
-    """Return the paragraph at the head of a report: what ran, the best results, accelerators
-    compared, runs that are left out of these sentences, and runs that are not valid.
+    """Return the paragraph at the head of a report, in tone `lead`: what ran, the best results,
+    accelerators compared, how many runs these sentences leave out, and the runs that are not valid.
+
+    Best results and comparisons are those of `_summarized_cases` only.
     """
     records = [run.record for runs in cases.values() for run in runs]
     rows_by_case = {
@@ -287,8 +294,10 @@ def _runs_sentence(records: list[Record], say: PageWords) -> str:
 
 
 def _best_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
-    """Return a sentence with the fastest valid result of each case and division, then one for each
-    case without a valid result.
+    """Return one sentence that lists, for all cases, the valid result with the highest rate per
+    device in each division, if there is any, then a sentence for each case without one.
+
+    The accelerator is named if the cases ran on several.
     """
     name_accelerator = len({row.accelerator for rows in chosen.values() for row in rows}) > 1
     results, without_result = [], []
@@ -311,8 +320,8 @@ def _best_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
 
 
 def _format_result(row: OverviewRow, name_accelerator: bool, say: PageWords) -> str:
-    """Return the rate per device with its MFU, then engine, precision and division; also the
-    accelerator if `name_accelerator`.
+    """Return the rate per device with its MFU, if known, then in parentheses engine, precision and
+    division; also the accelerator if `name_accelerator`.
     """
     case = row.first_record.case
     unit_text = words.translate_unit(rates.work_unit(row.first_record), say.lang)
@@ -332,8 +341,9 @@ def _format_result(row: OverviewRow, name_accelerator: bool, say: PageWords) -> 
 
 
 def _accelerator_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
-    """Return a sentence for each pair of accelerators with the ratio of their rates, or one that
-    says that a case has no comparable pair.
+    """Return, case by case, a sentence for each accelerator with the ratio of its rate per device
+    to that of the slowest (fastest first), on the question that most of them answered, or one that
+    says that the case has no comparable pair.
 
     Cases with valid runs on fewer than two accelerators are skipped.
     """
@@ -349,8 +359,8 @@ def _accelerator_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
 
 
 def _pair_sentence(pair: AcceleratorRatio, case: CaseName, say: PageWords) -> str:
-    """Return a sentence with the ratio of two accelerators' rates per device, with its 95 %
-    interval where there is one.
+    """Return a sentence with the ratio of two accelerators' rates per device, the faster over the
+    slower, on a case in one precision and division, with its 95 % interval where there is one.
     """
     interval, case_facts = format_interval(pair.ratio.interval), pair.top.first_record.case
     interval_text = say("summary.interval", interval) if interval else ""
@@ -384,8 +394,8 @@ def _omitted_sentences(rows_by_case: RowsByCase, chosen: RowsByCase, say: PageWo
 
 
 def _not_valid_sentence(records: list[Record], say: PageWords) -> str:
-    """Return a sentence that counts the runs that are not valid by the code of their first reason,
-    most frequent first, or that says all are valid.
+    """Return a sentence that counts the runs that are not valid by their first reason (by status if
+    they have none), most frequent first, or that says that all are valid.
     """
     not_valid = [record for record in records if record.status != "valid"]
     if not not_valid:
@@ -406,8 +416,8 @@ _DAY = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
 
 
 def build_date_paragraph(records: list[Record], say: PageWords) -> Paragraph:
-    """Return a paragraph with the day or the range of days on which the records were made; UNKNOWN
-    if none has a date.
+    """Return a muted paragraph with the day on which the records were made, or the first and the
+    last day; UNKNOWN if none has a date of the form 2026-01-31.
     """
     days = sorted({record.created[:10] for record in records if _DAY.match(record.created)}) or [
         UNKNOWN
@@ -417,10 +427,10 @@ def build_date_paragraph(records: list[Record], say: PageWords) -> Paragraph:
 
 
 def list_machines(records: list[Record], say: PageWords) -> Facts:
-    """Return one line for each machine: accelerators, CPU, OS, driver, the machine's own names if
-    known, and its number of runs.
+    """Return a list with one fact for each machine: its accelerators are the label; the text has
+    CPU, OS, driver, the machine's own names if known, and its number of runs.
 
-    Records with equal hardware and software texts count as one machine.
+    Records with equal hardware and software texts (`_machine_texts`) count as one machine.
     """
     by_machine: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
@@ -447,10 +457,11 @@ def list_machines(records: list[Record], say: PageWords) -> Facts:
 
 
 def _machine_texts(record: Record, say: PageWords) -> tuple[str, ...]:
-    """Return the accelerators of a run's machine with their number, then host (CPU, cores, memory),
-    OS and driver, as far as they are known.
+    """Return first one text of all accelerators of the run, each kind with its number, such as
+    `NVIDIA H200 × 8`; then host (number of hosts, CPU, cores, memory), OS and driver.
 
-    The tuple also serves as the key by which `machines` groups records.
+    Unknown accelerators or CPU are UNKNOWN; other unknown parts are left out. The tuple is also the
+    key by which `list_machines` groups records.
     """
     hardware, software = record.environment.hardware, record.environment.software
     devices = [device for host in record.hosts for device in host.devices] or hardware.devices

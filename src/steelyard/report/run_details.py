@@ -53,10 +53,9 @@ MAX_IDS = 40  # selected rows whose ids a page lists
 
 
 def build_run_details(record: Record, level: int, say: PageWords) -> list[PageElement]:
-    """Return everything that is known of a run as page elements, in the order of a published page;
+    """Return everything that is known of a run as page elements, each section under a heading of
+    this level, in the order of a published page, then the task's own tables and the charts;
     sections without content are left out.
-
-    `level` is that of the headings.
     """
     texts, heading = DerivedTexts(record, say), record.task.kind_row.data_heading
     sections: tuple[tuple[str, list[PageElement]], ...] = (
@@ -86,8 +85,9 @@ def build_run_details(record: Record, level: int, say: PageWords) -> list[PageEl
 
 
 def _run_facts(record: Record, texts: DerivedTexts, say: PageWords) -> Facts:
-    """Return the facts of the run itself: status, scope, quality and gate, environment, id, date,
-    key, hash, number of restarts, and notes.
+    """Return the facts of the run itself as a labelled list: status, scope, selected subjects and
+    rows, quality and gate, devices, id, date, key, hash, number of restarts (if any), and notes,
+    one fact each.
 
     Of selected rows only the first MAX_IDS are listed.
     """
@@ -121,7 +121,9 @@ def _run_facts(record: Record, texts: DerivedTexts, say: PageWords) -> Facts:
 
 
 def _reasons_elements(record: Record, texts: DerivedTexts, say: PageWords) -> list[PageElement]:
-    """Return a table of the reasons why a run is not valid; empty for a run without reasons."""
+    """Return a table of the reasons (code and sentence) why a run is not valid, in a list; empty
+    for a record without reasons.
+    """
     columns: tuple[ColumnSpec[ReasonLine], ...] = (
         ColumnSpec(say("reasons.code"), lambda line: Cell(line.code, tone="bad")),
         ColumnSpec(say("reasons.text"), lambda line: line.format(say)),
@@ -130,8 +132,8 @@ def _reasons_elements(record: Record, texts: DerivedTexts, say: PageWords) -> li
 
 
 def _failure_elements(record: Record, say: PageWords) -> list[PageElement]:
-    """Return which rank of a failed run caused the failure, on which host, its exit code and error,
-    then stderr and stack traces; empty for a run that did not fail.
+    """Return the facts of a failure (rank that caused it, host, exit code, error), then as code the
+    end of stderr, if not empty, and the stack traces by rank; empty for a run that did not fail.
     """
     failure = record.failure
     if failure is None:
@@ -155,8 +157,8 @@ def _failure_elements(record: Record, say: PageWords) -> list[PageElement]:
 
 
 def _metrics_element(record: Record, texts: DerivedTexts, say: PageWords) -> PageElement:
-    """Return the table of all metrics of a run with units, intervals and notes, or a sentence if it
-    has none.
+    """Return the table of all metrics of a run in the order of the metric table, with units,
+    intervals and notes, or a sentence if its record has none.
     """
     if not record.metrics:
         return Paragraph(say("all.absent"), "muted")
@@ -185,10 +187,11 @@ def _metrics_element(record: Record, texts: DerivedTexts, say: PageWords) -> Pag
 
 
 def _budget_elements(record: Record, say: PageWords) -> list[PageElement]:
-    """Return a bar and a table of the named parts of the run's wall time in seconds, the largest
-    first, and remarks on the start-up; empty without a positive total.
+    """Return a bar and a table of the named parts of the run's wall time in seconds and as shares,
+    the largest first, and remarks on the start-up; empty without a positive total.
 
-    The table ends with the sum and with e2e_time, so that a reader sees whether they agree.
+    The table ends with the sum and with e2e_time, if known, so that a reader sees whether they
+    agree.
     """
     parts = sorted(record.budget.items(), key=lambda part: -part[1])
     total = sum(record.budget.values())
@@ -214,8 +217,9 @@ def _budget_elements(record: Record, say: PageWords) -> list[PageElement]:
 
 
 def _start_up_sentences(record: Record, say: PageWords) -> list[str]:
-    """Return sentences about the first rank's start: hits and misses of the compiler's cache, and
-    the parts that ran in parallel with others.
+    """Return sentences about the start of the first rank in the record: hits and misses of the
+    compiler's cache, and the parts that ran in parallel with others, with their seconds; each only
+    if recorded.
     """
     first_rank = record.ranks[0] if record.ranks else None
     cache, parallel_parts = (
@@ -241,7 +245,7 @@ def _start_up_sentences(record: Record, say: PageWords) -> list[str]:
 
 def _breakdown_elements(record: Record, level: int, say: PageWords) -> list[PageElement]:
     """Return the tables of answers that the task defines, such as accuracy by subject, each under a
-    heading; a sentence where no share in a table is above 0.
+    heading of this level; for a table in which every share is 0 or unknown, a sentence instead.
 
     Empty if the record has no answers.
     """
@@ -276,7 +280,9 @@ def _format_breakdown_value(value: str | int | float | None) -> str:
 
 
 def _checks_elements(record: Record, texts: DerivedTexts, say: PageWords) -> list[PageElement]:
-    """Return a table of checks with result and detail; empty for a record without checks."""
+    """Return a table of checks with name, result (ok or not) and detail, in a list; empty for a
+    record without checks.
+    """
     columns: tuple[ColumnSpec[Check], ...] = (
         ColumnSpec(say("checks.name"), lambda check: check.name),
         ColumnSpec(
@@ -297,7 +303,7 @@ def _facts_of_dict(
     values: dict[str, Any], known: tuple[str, ...], prefix: str, say: PageWords
 ) -> list[Fact]:
     """Return a fact for each of the `known` keys (UNKNOWN if missing), then for every other key of
-    the dict in alphabetical order.
+    the dict in alphabetical order; integers have thousands separators.
 
     Labels are the texts with the code `prefix.key`, or the bare key where there is no text.
     """
@@ -309,15 +315,17 @@ def _facts_of_dict(
 
 
 def _data_facts(record: Record, say: PageWords) -> Facts:
-    """Return the data that the question asks for, then the facts of the data that was read."""
+    """Return, as a labelled list, the data that the question asks for, then the facts of the data
+    that was read: those that the kind of work names first, the others by alphabet.
+    """
     question_fact = Fact(say("data.asked"), format_setting(record.case.question["data"]))
     known = record.task.kind_row.data_facts
     return Facts((question_fact, *_facts_of_dict(record.data.model_dump(), known, "data", say)))
 
 
 def _model_facts(record: Record, say: PageWords) -> Facts:
-    """Return model, precision and training settings of the question, then the facts of the weights
-    that were loaded.
+    """Return, as a labelled list, model, precision and training settings of the question (those
+    that it has), then the facts of the weights that were loaded.
     """
     question = record.case.question
     question_values = {name: question.get(name) for name in ("model", "precision", "train")}
@@ -332,8 +340,8 @@ def _model_facts(record: Record, say: PageWords) -> Facts:
 
 
 def _format_devices(record: Record) -> str:
-    """Return the devices of a run with their number, such as `8x NVIDIA H200`, or the CPU if it has
-    none.
+    """Return the devices in the record's environment with their number, such as `8x NVIDIA H200`,
+    or the CPU if it has none (UNKNOWN if not recorded).
     """
     hardware = record.environment.hardware
     kinds = Counter(format_setting(device.name) for device in hardware.devices)
@@ -343,8 +351,11 @@ def _format_devices(record: Record) -> str:
 
 
 def _hardware_facts(record: Record, say: PageWords) -> Facts:
-    """Return the facts of machine, accelerators, datasheet peak, CPU, memory and network, then
-    everything else that the site file states.
+    """Return the facts of machine, accelerators, datasheet peak, CPU, memory and network as a
+    labelled list, UNKNOWN where not known, then everything else that the site file states, and that
+    file with the start of its hash.
+
+    A machine name of the site file replaces the detected one.
     """
     hardware, site = record.environment.hardware, record.site
     kinds = dict.fromkeys(
@@ -373,8 +384,8 @@ def _hardware_facts(record: Record, say: PageWords) -> Facts:
 
 
 def _format_peak(peak: PeakFacts | None) -> str:
-    """Return the datasheet's name, its peak rates in TFLOP/s by precision, and its source; UNKNOWN
-    if there is none.
+    """Return the datasheet's name, its peak rates in TFLOP/s by precision, and its source, on one
+    line; UNKNOWN if there is no datasheet or it has no rate.
     """
     if peak is None:
         return UNKNOWN
@@ -389,8 +400,9 @@ def _format_peak(peak: PeakFacts | None) -> str:
 
 
 def _software_facts(record: Record, say: PageWords) -> Facts:
-    """Return the facts of OS, kernel, driver, container, framework, other packages, and Steelyard's
-    own version and revision.
+    """Return the facts of OS, kernel, driver, container, framework, all other packages and
+    libraries, and Steelyard's own version and revision (and whether it was modified), as a labelled
+    list; UNKNOWN where not known.
     """
     software, source = record.environment.software, record.environment.source
     packages, cleanness = software.packages, "source.dirty" if source.dirty else "source.clean"
@@ -415,8 +427,8 @@ def _software_facts(record: Record, say: PageWords) -> Facts:
 
 
 def _setup_facts(record: Record, say: PageWords) -> Facts:
-    """Return the facts of the engine, the settings that were changed and all settings, and the
-    parallel plan.
+    """Return the facts of the engine with its details, the settings that were changed and where
+    they came from, all settings, and the parallel plan with its launcher, as a labelled list.
     """
     heading, details = record.task.kind_row.tool_heading, record.engine.details.model_dump()
     tool = f"{record.engine.name} ({format_setting(details)})" if details else record.engine.name

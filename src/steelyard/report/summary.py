@@ -48,8 +48,10 @@ RecordColumns = list[ColumnSpec[Record]]
 def build_summary_page(
     records: list[Record], lang: Lang = "en", points: list[str] | None = None
 ) -> Page:
-    """Build the table that the command line prints after runs. After a sweep `points` names each
-    record's point, the first cell of its row.
+    """Build the table that the command line prints after runs, one row per record, without title
+    and footer. After a sweep `points` names each record's point, the first cell of its row.
+
+    What all records have in common stands in a paragraph above it.
     """
     say = PageWords(lang)
     several_divisions = _has_several_divisions(records)
@@ -73,8 +75,9 @@ def build_summary_page(
 
 
 def build_brief_page(records: list[Record], lang: Lang = "en") -> Page:
-    """Build a short page: for each case a heading and a table of its runs with headline numbers,
-    then how to see more.
+    """Build the short page of `steelyard report` without --full: for each case a heading and a
+    table of its runs with headline numbers, then what the interval means and how to see more. It
+    has no title and footer.
     """
     say = PageWords(lang)
     device = ColumnSpec[Record](
@@ -105,9 +108,9 @@ def _question_columns(records: list[Record], say: PageWords, brief: bool = False
     """Return the columns of what was asked: size, division, engine, plan, precision and scope,
     without those that say nothing for these records.
 
-    Where the records differ in division there is no column for it: the case's name carries it, or
-    on a brief page the precision. A brief page has the size in its heading and always a column of
-    plans.
+    Plan is shown if a run has several devices, scope if one is a window or was resumed. Where the
+    records differ in division there is no column for it: the case's name carries it, or on a brief
+    page the precision. A brief page has the size in its heading and always a column of plans.
     """
     with_plan = brief or any(record.plan.world > 1 for record in records)
     with_scope = any(record.scope.kind == "window" or record.restarts for record in records)
@@ -176,8 +179,8 @@ def _result_columns(records: list[Record], say: PageWords) -> RecordColumns:
 
 
 def _time_columns(records: list[Record], say: PageWords) -> RecordColumns:
-    """Return the columns of both headline rates, memory and end-to-end time, each number with its
-    unit; optional and of lowest priority.
+    """Return four columns: rate over wall time, rate over compute time, memory and end-to-end time,
+    each number with its unit; all are optional and of lowest priority.
     """
 
     def make_column(metric_name: Callable[[Record], str]) -> ColumnSpec[Record]:
@@ -207,8 +210,8 @@ def _time_columns(records: list[Record], say: PageWords) -> RecordColumns:
 
 
 def _headline_rate_names(record: Record) -> tuple[str, str]:
-    """Return the names of the two headline rate metrics, over wall time and over compute time, of
-    the pass that this run has.
+    """Return the names of the two headline rate metrics of the run's headline pass: over wall time
+    and over compute time.
     """
     table_layout = load_table_layout(record.task.kind_row)
     return table_layout.other.get(
@@ -217,8 +220,8 @@ def _headline_rate_names(record: Record) -> tuple[str, str]:
 
 
 def _energy_column(records: list[Record]) -> ColumnSpec[Record]:
-    """Return the column of energy per token or per sample, in J; the unit is the title if all
-    records share it, else it is in each cell.
+    """Return the column of energy per token or per sample, whichever a record's rates count; the
+    unit is the title if all records share it, else the title is `J` and each cell has its unit.
     """
     names = {"tokens": "energy_per_token", "samples": "energy_per_sample"}
     units = {
@@ -246,11 +249,13 @@ def _summary_elements(
     row_names: tuple[str, list[str]] | None,
     say: PageWords,
 ) -> list[PageElement]:
-    """Return the table, and above it a paragraph with the question columns whose cells are equal in
-    all rows.
+    """Return the table of the records, and above it a paragraph with the question columns whose
+    cells are equal in all rows, which the table then does not have; with one record these are all
+    of them.
 
     `row_names` is the title and the cells of an extra first column, or None. Footnotes explain
-    qualities that were not evaluated, and why no run has an MFU.
+    qualities that were not evaluated, why no run has an MFU, and FLOPs that do not follow from a
+    model's shape.
     """
     shared_columns = [
         item
@@ -292,7 +297,9 @@ def _summary_elements(
 
 
 def _missing_mfu_note(records: list[Record], say: PageWords) -> list[str]:
-    """Return a note in a list why no run has an MFU, if all have the same reason; else empty."""
+    """Return a note in a list why no run has an MFU, if all records have the same reason; else
+    empty. Texts of each record are derived again from its samples.
+    """
     mfu_notes = {DerivedTexts(record, say).metric_note("mfu") for record in records}
     return (
         [say("terminal.no_mfu", note) for note in mfu_notes if note] if len(mfu_notes) == 1 else []
@@ -301,7 +308,7 @@ def _missing_mfu_note(records: list[Record], say: PageWords) -> list[str]:
 
 def _format_plan(record: Record) -> str:
     """Return nodes x devices, degrees above 1, and the sharding stage of training on several
-    devices, such as `1x8 TP2DP4 SH1`.
+    devices if it is not 0, such as `1x8 TP2DP4 SH1`.
     """
     plan = record.plan
     sharding = record.tune.sharding if record.task.kind_row.trains and plan.world > 1 else 0
@@ -311,8 +318,8 @@ def _format_plan(record: Record) -> str:
 
 
 def _status_cell(record: Record, say: PageWords) -> Cell:
-    """Return status and reason codes, and whether the question was changed, the case modified, or
-    of an earlier version.
+    """Return status and reason codes of a run, and words for a question changed on the command
+    line, a modified case, and a case of an earlier version; coloured by status.
     """
     remarks = {
         "changed": list_changed_keys(record.case.origins),
@@ -327,8 +334,8 @@ def _status_cell(record: Record, say: PageWords) -> Cell:
 
 
 def _format_rate(record: Record, common_unit: str) -> str:
-    """Format the rate of all devices together, as `compare` counts it; with the unit if
-    `common_unit` is empty; UNKNOWN if there is none.
+    """Format the rate of all devices together, as `compare` counts it, or UNKNOWN if there is none;
+    the unit is added if `common_unit` is empty, because records differ in it.
     """
     estimate = estimate_rate(record)
     if estimate is None:
@@ -349,8 +356,11 @@ def _format_half_interval(record: Record) -> str:
 
 
 def _format_quality(record: Record, common_metric: str) -> str:
-    """Format the quality; with a short name (`loss` for a loss on held-out data too) if
-    `common_metric` is empty. A `*` marks one that was not evaluated.
+    """Format the metric by which a run's quality is compared (that of `choose_quality_metric`);
+    UNKNOWN if it has none. If `common_metric` is empty, the metric's name up to its first `_`
+    precedes it, such as `loss`.
+
+    A `*` at the end marks the case's quality if it was not evaluated.
     """
     name = choose_quality_metric([record])
     text = format_metric(name, record.metrics.get(name))

@@ -53,7 +53,9 @@ def build_waterfall_section(
 
 
 def build_waterfall_page(records: list[Record], lang: Lang) -> Page:
-    """Build the page of `report --explain`: only the waterfalls of each run, by case."""
+    """Build the page of `report --explain`: only the waterfalls of each run, by case, and a
+    sentence for a run without any; the footer lists all ids.
+    """
     say = PageWords(lang)
     title = say("explain")
     elements: list[PageElement] = [Heading(1, title)]
@@ -70,8 +72,9 @@ def build_waterfall_page(records: list[Record], lang: Lang) -> Page:
 
 
 def build_short_waterfall_page(records: list[Record], lang: Lang = "en") -> Page | None:
-    """Build what the command line prints after runs with --explain: the waterfalls without their
-    tables of kernels; None where no run was profiled.
+    """Build what the command line prints after runs with --explain: for each profiled run a title
+    line and its waterfalls without their tables of kernels, without a page title; None where no run
+    was profiled.
     """
     say = PageWords(lang)
     elements: list[PageElement] = []
@@ -102,8 +105,9 @@ def build_short_waterfall_page(records: list[Record], lang: Lang = "en") -> Page
 def _waterfall_elements(
     record: Record, waterfall: Waterfall, say: PageWords, kernels: bool = True
 ) -> list[PageElement]:
-    """Return the elements of a waterfall: remarks on how far it can be trusted, a bar, the table of
-    parts, the table of kernels if `kernels`, and the path of the trace.
+    """Return the elements of a waterfall (one rank's time): what it covers and how far it can be
+    trusted, a bar, the table of parts, the table of the MAX_KERNELS largest kernels if `kernels`
+    and profiled, and the path of the trace if there is one.
     """
     out: list[PageElement] = [Paragraph(say("explain.samples"), "muted")]
     if waterfall.profile is not None:
@@ -137,10 +141,10 @@ def _waterfall_elements(
 
 
 def _waterfall_table(record: Record, waterfall: Waterfall, say: PageWords) -> Table:
-    """Return the table of parts: ms per step, share, the MFU if the step ended after this part
-    (UNKNOWN without a datasheet peak), and what to try for parts above MIN_SHARE.
+    """Return the table of parts: ms per step, share of the whole, the MFU if the step ended after
+    this part (UNKNOWN without a datasheet peak), and what to try for parts above MIN_SHARE.
 
-    The last row is the sum.
+    The last row is the sum: of the measured steps, or of the profiled ones if they were slower.
     """
     peak_known = rates.datasheet_peak(record).value is not None
     ideal_s = next((row.time_s for row in waterfall.rows if row.name == "peak"), 0.0)
@@ -189,8 +193,9 @@ def _format_ms_per_step(time_s: float, waterfall: Waterfall) -> str:
 def build_kernel_table(
     kernels: Iterable[KernelFacts], waterfall: Waterfall, say: PageWords
 ) -> Table:
-    """Build a table of kernels: calls and ms per step, share of the time, and memory bandwidth in
-    GB/s and as a share of the device's.
+    """Build a table of kernels in the order given: kind, calls and ms per step, share of the
+    waterfall's time, and memory bandwidth in GB/s and as a share of the datasheet's; UNKNOWN where
+    not known. A footnote says how bytes are counted.
     """
     device_bytes_per_s = waterfall.bandwidth_bytes_per_s
 

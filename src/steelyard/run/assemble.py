@@ -50,7 +50,9 @@ from steelyard.tasks.task import Task
 
 @dataclass(frozen=True)
 class RunTimes:
-    """When the stages of a run began, in seconds on the parent's monotonic clock."""
+    """When the stages of a run began, and when its workers had ended (`ended_s`), in seconds on the
+    parent's monotonic clock; `origin_s` is the start of the run.
+    """
 
     origin_s: float
     agents_started_s: float  # when the node agents were started
@@ -75,8 +77,9 @@ def make_draft(
     checkpoints: str | None = None,
     stepped_down: StepDown | None = None,
 ) -> Record:
-    """Return a record with what the parent knows of a run and nothing of its ranks: status
-    `failed`, no samples, no metrics.
+    """Return a record with what the parent knows of a run and nothing of its ranks: status `failed`
+    without reasons, no data, samples or metrics, a key for unknown data, and no hashes. `site` is
+    what the record states of the site file. Nothing is written.
     """
     case = resolved.case
     return Record(
@@ -134,12 +137,12 @@ def assemble_record(
     resume: ResumePoint | None = None,
     clock: Clock = now,
 ) -> Record:
-    """Return the finished, sealed record: the draft with what the ranks left, metrics, checks and
-    status.
+    """Return the finished record with its hashes set (sealed): the draft with what the ranks left,
+    metrics, checks and status. Nothing is written, and the draft is not changed.
 
-    `failure` is None for a run that went well. `resume` brings the answers from before the first
-    step for a run that continued from a checkpoint. `clock` is read once, for the end of the
-    budget.
+    `failure` is None for a run that went well. Data, weights, details and drawn counts are those of
+    rank 0, as far as it left a rank file. `resume` brings the answers from before the first step
+    for a run that continued from a checkpoint. `clock` is read once, for the end of the budget.
     """
     rank_files, first = results.ordered_rank_files, results.rank_files.get(0)
     hosts = {rank_file: host for host in draft.hosts for rank_file in host.ranks}
@@ -175,8 +178,11 @@ def assemble_record(
 
 
 def finish_record(draft: Record, failure: Failure | None) -> Record:
-    """Derive metrics, checks, reasons, notes, quality and status of a draft, and return it sealed
-    with its hashes; `failure` becomes the first reason and makes the status `failed`.
+    """Derive metrics, checks, reasons, notes, quality and status of a record, and return a copy
+    with them and its hashes set (sealed).
+
+    The status is `failed` with a `failure`, which becomes the first reason, else `invalid` if there
+    is a reason against it, else `valid`.
     """
     values = metric_table.derive_metrics(draft)
     checks, reasons, notes, quality = validity.judge_record(draft, values)
@@ -195,14 +201,16 @@ def finish_record(draft: Record, failure: Failure | None) -> Record:
 
 
 def _make_rank_facts(rank_file: RankFile, host: HostFacts | None) -> RankFacts:
-    """Return what the record states of a rank, with the name of its host if that is known."""
+    """Return what the record states of a rank, from its rank file, with the name of its host if
+    that is known (`host` is not None).
+    """
     facts = rank_file.to_rank_facts()
     return facts if host is None else RankFacts(host=host.name, **facts.model_dump())
 
 
 def _to_parent_clock(window: PassFacts, host: HostFacts | None) -> PassFacts:
-    """Return the window of a pass with its start corrected for the drift of the host's clock;
-    unchanged without a host.
+    """Return the window of a pass (its `PassFacts`) as a copy with `start_s` corrected for the
+    drift of the host's clock; the same object without a host.
     """
     return (
         window
@@ -212,8 +220,8 @@ def _to_parent_clock(window: PassFacts, host: HostFacts | None) -> PassFacts:
 
 
 def add_library_versions(environment: Environment, first_rank_file: RankFile | None) -> Environment:
-    """Return the environment with the library versions that only the framework in rank 0 knows;
-    unchanged without its rank file.
+    """Return a copy of the environment with the library versions that only the framework in a
+    worker knows, from the rank file of rank 0; with None the versions stay as they are.
     """
     software = Software(
         **{
@@ -230,10 +238,11 @@ def _merge_outputs(
     first_rank_file: RankFile | None,
     resume: ResumePoint | None,
 ) -> dict[str, Any]:
-    """Return the task's outputs as JSON values: the common part of rank 0 merged with each pass's
-    answers of all ranks and, for a resumed run, the answers from before the first step.
+    """Return the task's outputs as JSON values: the common part of rank 0 merged with the answers
+    of all ranks for each pass that rank 0 has and, for a resumed run, the answers from before the
+    first step as pass `before`.
 
-    Empty without outputs of rank 0. Answers of the checkpoint that do not fit are ignored.
+    Empty if rank 0 left no common part. Answers of the checkpoint that do not fit are ignored.
     """
     if first_rank_file is None or not first_rank_file.common:
         return {}
@@ -264,9 +273,10 @@ def _make_budget(
     """Return wall seconds by part, from the start of the run to its record at `sealed_s`; the parts
     add up to all of it.
 
-    `agents`: until every host was connected, checked and told to start. `launch`: what the workers'
-    own parts leave of their time, such as interpreter start and shutdown. `first_attempt`: the
-    whole first attempt, if it ran out of memory; the other parts are then those of the second.
+    `start`: until agents are started. `agents`: until every host was connected, checked and told to
+    start. `launch`: what the parts of rank 0's own budget, which follow, leave of the workers'
+    time, such as interpreter start. `record`: from the workers' end. `first_attempt`: the whole
+    first attempt, if it ran out of memory; the other parts are then those of the second.
     """
     parts = first_rank_file.budget if first_rank_file else {}
     attempt_start_s = times.origin_s if times.second_attempt_s is None else times.second_attempt_s
@@ -287,8 +297,9 @@ def _make_budget(
 def make_failure_facts(
     failure: Failure, results: RankResults, host: str | None = None
 ) -> FailureFacts:
-    """Return what a record states of a failure: its text, host, exit code, stacks, and the end of
-    stderr of the rank that caused it.
+    """Return what a record states of a failure: its text, rank, exit code, the stacks of all ranks,
+    the end of stderr of the rank that caused it (of all ranks, if none did), and the name of its
+    `host`, if known.
     """
     return FailureFacts(
         rank=failure.rank,

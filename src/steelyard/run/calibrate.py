@@ -37,14 +37,14 @@ def calibrate_matmuls(
     clock: Clock = now,
     cpu_clock: Clock = read_cpu_time_s,
 ) -> dict[str, Any]:
-    """Time matmuls and return fields for the rank file: `matmul_flops_per_s` of a large square
-    matmul and `matmuls`, the rate of each of the case's shapes.
+    """Time matmuls in `precision` and return fields for the rank file: `matmul_flops_per_s` of a
+    large square matmul and `matmuls`, the rate of each of the case's shapes (may be empty).
 
     `matmul_flops_per_cpu_s` is the square rate over this process's CPU time, if any was used; on a
-    device that is the host's own CPU, `matmul_cpu_rates` has the same in several parts of the
-    timing under `before`. Empty if the framework cannot multiply. `shapes_of(n)` returns the matmul
-    shapes of a batch that is n times smaller than the case's; `cpu_clock` reads CPU time in
-    seconds.
+    device that is the host's own CPU, `matmul_cpu_rates` has the same in up to `STRETCHES` parts of
+    the timing under `before`. Empty if another program drives the device. `shapes_of(n)` returns
+    the matmul shapes of a batch that is n times smaller than the case's; `cpu_clock` reads CPU time
+    in seconds.
     """
     square = framework.prepare_square_matmul(precision)
     if square is None:
@@ -53,8 +53,8 @@ def calibrate_matmuls(
     calls, marks, marks_cpu_time = 0, [], _is_host_cpu(framework)
 
     def work_and_mark() -> None:
-        """Run the square matmul once and, on a CPU device, append the CPU time to the marks after
-        every `STRETCH_CALLS` calls.
+        """Run the square matmul once and count it in `calls`; on a CPU device, append the CPU time
+        to `marks` after every `STRETCH_CALLS` calls.
         """
         nonlocal calls
         calls += 1
@@ -83,10 +83,11 @@ def recalibrate_square_matmul(
     cpu_clock: Clock = read_cpu_time_s,
 ) -> list[float]:
     """Time the square matmul again after the passes and return its rates over CPU time, in FLOP/s,
-    one per short timing.
+    for at most `STRETCHES` parts of the timing.
 
-    As many timings as fit into `AFTER_S` are made, at least one; `rate` is the FLOP/s measured
-    before the passes. Empty if the device is not the host's own CPU.
+    Timings of up to `STRETCH_CALLS` calls are made as long as they fit into `AFTER_S` seconds, at
+    least one; `rate` is the FLOP/s measured before the passes, by which that is predicted. Empty if
+    the device is not the host's own CPU.
     """
     square = framework.prepare_square_matmul(precision) if _is_host_cpu(framework) else None
     if square is None:
@@ -112,8 +113,9 @@ def _is_host_cpu(framework: Framework) -> bool:
 
 
 def _compute_rates(marks: list[float], flops: int) -> list[float]:
-    """Return the rates in FLOP/s between readings of CPU time with `flops` FLOPs between any two,
-    joined to at most `STRETCHES` parts; parts without CPU time are left out.
+    """Return the rates in FLOP/s between readings of CPU time (`marks`, in seconds) with `flops`
+    FLOPs between any two neighbours, joined to at most `STRETCHES` parts; parts without CPU time
+    are left out. Empty for fewer than two readings.
     """
     between = len(marks) - 1
     count = min(STRETCHES, between)
@@ -129,8 +131,9 @@ def _time_shapes(
     rate: float,
     clock: Clock,
 ) -> list[MatmulRate]:
-    """Return the rate of each matmul shape of the case, timed for a share of `SHAPES_S` by its
-    FLOPs.
+    """Return the rate of each matmul shape of the case, timed for a share of `SHAPES_S` seconds by
+    its FLOPs in a batch; `rate` is that of the square matmul, by which a smaller batch is chosen if
+    the whole would take too long.
 
     Empty if the framework cannot compute one of the shapes, or one takes no measurable time: a mean
     over some of them would be that of another model.
@@ -155,7 +158,8 @@ def _time_shapes(
 
 def _choose_shapes(shapes_of: ShapesForSmallerBatch, rate: float) -> tuple[Matmul, ...]:
     """Return the matmul shapes of the whole batch or, if `CALLS` calls of each would take longer
-    than `MOST_S` at this rate, of a half, a quarter and so on until they fit.
+    than `MOST_S` seconds at `rate` FLOP/s, of a half, a quarter and so on until they fit or do not
+    get smaller. `shapes_of(n)` returns the shapes of a batch 1/n in size.
     """
     divisor, shapes = 1, shapes_of(1)
     while CALLS * sum(shape.flops for shape in shapes) / rate > MOST_S:

@@ -40,7 +40,10 @@ def read_all_clocks() -> dict[str, float]:
 
 
 def _read_clocks_once() -> tuple[float, dict[str, float]]:
-    """Read every clock once, and return how many seconds that took, and the readings by name."""
+    """Read every clock of this host once, and return how many seconds that took, and the readings
+    in seconds by name (`monotonic`, `raw`, `boottime`, `uptime`); clocks that the system does not
+    have are left out.
+    """
     begin = now()
     readings = {"monotonic": begin}
     for name, constant in OTHER_CLOCKS.items():
@@ -63,8 +66,9 @@ def sleep(seconds: float) -> None:
 
 @dataclass(frozen=True)
 class PingReading:
-    """One ping and its answer: when it was sent and answered on this host's clock, and what the
-    other host's clock showed in between (`remote_s`).
+    """One ping to another host and its answer: when it was sent and answered on our clock
+    (`sent_s`, `heard_s`), and what the other host's clock showed in between (`remote_s`), all in
+    monotonic seconds. `offset_s` and `uncertainty_s` follow from it.
     """
 
     sent_s: float
@@ -85,7 +89,9 @@ class PingReading:
 
 
 class HostClock:
-    """Another host's monotonic clock compared with ours, from all pings so far.
+    """Another host's monotonic clock compared with ours, from the pings so far, which `add`
+    appends: `offset_s` at the start of the run, its `uncertainty_s`, and the drift by
+    `estimate_drift`.
 
     Clocks of two hosts drift apart, by seconds in a day, so early and late readings are compared. A
     clock whose offset is within the uncertainty of every reading is taken for ours.
@@ -120,7 +126,9 @@ class HostClock:
 
     @property
     def uncertainty_s(self) -> float | None:
-        """Uncertainty of `offset_s` in seconds, or None without readings."""
+        """Uncertainty of this host clock's `offset_s` in seconds: that of the best of the first
+        `PINGS` readings, or None without readings.
+        """
         first = self.find_early_reading()
         return None if first is None else first.uncertainty_s
 
@@ -132,8 +140,9 @@ class HostClock:
         return all(abs(reading.offset_s) <= reading.uncertainty_s for reading in self._readings)
 
     def estimate_drift(self) -> float:
-        """Return the seconds that the host's clock gains on ours per second, or 0 if the change is
-        within the uncertainty of the readings.
+        """Return the seconds that the host's clock gains on ours per second, from the best early
+        and the best late ping; 0 without readings, if it may be our own clock, or if the change is
+        within the uncertainty of the two.
         """
         first, last = self.find_early_reading(), self.find_late_reading()
         if first is None or last is None or self.is_same_clock:

@@ -36,12 +36,13 @@ Inbox = queue.SimpleQueue[tuple["Connection", Any]]
 
 class Connection:
     """A host of the run, through the process that leads to its node agent (the agent itself, ssh or
-    srun), which is started here.
+    srun), which is started on creation.
 
     A thread puts each message of the agent, as (connection, message), into `inbox`, and
-    (connection, None) when its output ends. `mark` is the text by which all processes that the
-    agent starts can be found again. `hello`, `reached`, `bye`, `pongs` and `disconnected` are set
-    by the session when it takes a message from the inbox.
+    (connection, None) when its output ends; it also sets `heard_s`, the time of the last message,
+    and adds pings to `clock`. `mark` is the text by which all processes that the agent starts can
+    be found again. The session sets `hello`, `reached`, `bye`, `pongs` and `disconnected` when it
+    takes a message from the inbox.
     """
 
     def __init__(self, name: str, command: list[str], token: str, mark: str, inbox: Inbox) -> None:
@@ -75,11 +76,12 @@ class Connection:
             thread.start()
 
     def _read_messages(self) -> None:
-        """Read messages from the agent's stdout until it ends, add the clock reading of each pong,
-        and put the messages into the inbox, None last.
+        """Read the agent's messages from its stdout until it ends, set `heard_s` and add the clock
+        reading of each pong, and put each message with this connection into the inbox, (connection,
+        None) last. Runs in a thread.
 
         Lines that are no message of this run, such as the output of a login shell, are kept for
-        `read_output`; a message of another version ends the reading.
+        `read_output`; a message of another version is kept as an error text and ends the reading.
         """
         stream = self.process.stdout
         while stream is not None and (line := stream.readline(messages.MAX_LINE_BYTES + 1)):
@@ -98,22 +100,25 @@ class Connection:
         self._inbox.put((self, None))
 
     def _read_stderr(self) -> None:
-        """Keep the last `TAIL_LINES` lines that arrive on stderr."""
+        """Read stderr of the process that leads to the agent until it ends, and keep its lines for
+        `read_output`, of which the last `TAIL_LINES` stay. Runs in a thread.
+        """
         stream = self.process.stderr
         while stream is not None and (line := stream.readline(LINE_BYTES)):
             self._output_lines.append(line)
 
     def read_output(self) -> str:
-        """Return what was printed besides messages, by ssh, srun, a login shell or a failing agent:
-        at most the last `TAIL_LINES` lines. Waits up to 2 s for a process that has ended.
+        """Return as text what was printed besides messages, by ssh, srun, a login shell or a
+        failing agent: at most the last `TAIL_LINES` lines, stripped; empty if there are none. Waits
+        for the rest of stderr: up to 2 s if the process has ended, else 0.2 s.
         """
         # after the process has ended, all its output can be read
         self._threads[1].join(2.0 if self.process.poll() is not None else 0.2)
         return b"".join(tuple(self._output_lines)).decode("utf-8", "replace").strip()
 
     def send(self, message: ProtocolMessage) -> None:
-        """Write a message to the agent; an agent that is gone is ignored here, because the end of
-        its output shows it.
+        """Write a message to the agent's stdin and flush it, which blocks while the pipe is full;
+        errors of an agent that is gone are ignored, because the end of its output shows it.
         """
         if self.process.stdin is None:
             return
@@ -123,8 +128,8 @@ class Connection:
             self.process.stdin.flush()
 
     def ping(self, immediately: bool = False) -> None:
-        """Send a ping if `HEARTBEAT_S` seconds have passed since the last one, or in any case with
-        `immediately`.
+        """Send the agent a ping, and count it in `pings`, if `HEARTBEAT_S` seconds have passed
+        since the last one, or in any case with `immediately`. The answer is not waited for.
         """
         if immediately or now() - self._pinged_s >= HEARTBEAT_S:
             self._pinged_s = now()
@@ -132,22 +137,24 @@ class Connection:
             self.send(PingMessage(token=self.token, sent_s=self._pinged_s))
 
     def wait_for_exit_code(self) -> int | None:
-        """Wait up to `ENDING_S` seconds for the process to end and return its exit code, or None if
-        it still runs.
+        """Wait up to `ENDING_S` seconds for the process that leads to the agent to end, and return
+        its exit code (negative: killed by that signal), or None if it still runs.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(ENDING_S)
         return None
 
     def close_stdin(self) -> None:
-        """Close the agent's stdin: an agent that lives sees it and ends by itself."""
+        """Close the stdin of the process that leads to the agent, ignoring errors: an agent that
+        lives sees it and ends by itself. Nothing is waited for.
+        """
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
 
     def wait_and_close_streams(self) -> None:
-        """Wait for the process to end, without a limit, and close its streams unless a thread still
-        reads them.
+        """Wait for the process that leads to the agent to end, without a limit, and close its
+        stdout and stderr unless one of the reading threads is still alive.
         """
         self.process.wait()
         for stream in (self.process.stdout, self.process.stderr):
@@ -156,8 +163,9 @@ class Connection:
 
 
 def close_connections(connections: Sequence[Connection]) -> None:
-    """End the processes of all connections: close their stdin, then send SIGTERM and SIGKILL to
-    those that do not end within `ENDING_S` seconds each.
+    """End the processes that lead to the agents: close their stdin, send SIGTERM to those that
+    still run after `ENDING_S` seconds, and SIGKILL after as long again; then wait for all, and
+    close their streams.
 
     They are waited for together, so that many lost hosts take as long as one.
     """

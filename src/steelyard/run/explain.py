@@ -27,7 +27,8 @@ MAX_FLOPS = 2e15
 @runtime_checkable
 class ContinuableEngine(Protocol):
     """An engine whose passes cannot be run a second time, such as training, and which therefore
-    offers more steps like those of a finished pass.
+    offers `continue_pass`: more steps like those of a finished pass. Other engines are profiled by
+    running the pass again.
     """
 
     def continue_pass(self, name: str) -> Iterator[Phase | Work]:
@@ -37,9 +38,9 @@ class ContinuableEngine(Protocol):
 
 
 def count_profiled_steps(case: Case, plan: Plan, sample: int | None) -> int:
-    """Return how many steps are profiled, the same on every rank: `MAX_STEPS`, or fewer, at least
-    one, if a training step costs so many FLOPs that each device would compute more than
-    `MAX_FLOPS`.
+    """Return how many steps are profiled, the same on every rank: `MAX_STEPS` for inference; for
+    training fewer, at least one, if these steps would cost each device more than `MAX_FLOPS` FLOPs.
+    `sample` is how many rows of a global batch are in scope (None: all).
     """
     train = case.question.train
     if train is None:
@@ -67,13 +68,13 @@ def profile_steps(
     use_profiler: bool,
     trace_path: Path | None,
 ) -> Profile | None:
-    """Run `steps` more steps of pass `pass_name` and return their profile: counts, wall time and
-    time by kernel.
+    """Run `steps` more steps of the finished pass `pass_name` after one to warm up, on all ranks
+    together, and return their profile: summed counts, wall time, and device time by kernel, longest
+    first (beyond `MAX_NAMED_KERNELS` summed by kind).
 
     With `use_profiler`, this rank runs them under the framework's profiler, which writes the whole
     trace to the file `trace_path` unless that is None. Returns None if this rank does not profile
-    or its framework has no profiler. `count` returns the token counts of a step. One step to warm
-    up comes before.
+    or its framework has no profiler. `count` returns the counts of a step's work.
     """
     profiler = framework.profiler() if use_profiler else None
     items = _skip_first_step(
@@ -115,8 +116,9 @@ def profile_steps(
 
 
 def _skip_first_step(start_pass: Callable[[], Iterator[Phase | Work]]) -> Iterator[Phase | Work]:
-    """Start a pass, run its first step, and return the items that follow; if there is only one
-    step, return those of a pass started anew.
+    """Start a pass with `start_pass()`, run its first step up to its `Work`, and return an iterator
+    of the items that follow; if there is only one step, a pass started anew, none of it run. The
+    work is done while items are taken.
     """
     items = start_pass()
     for item in items:
@@ -129,7 +131,9 @@ def _skip_first_step(start_pass: Callable[[], Iterator[Phase | Work]]) -> Iterat
 
 
 def _take_steps(items: Iterator[Phase | Work], steps: int) -> Iterator[Phase | Work]:
-    """Yield items up to the end of step number `steps`, or all if there are fewer."""
+    """Yield items up to and including the `Work` that ends step number `steps`, or all if there are
+    fewer.
+    """
     taken = 0
     for item in items:
         yield item
@@ -139,7 +143,9 @@ def _take_steps(items: Iterator[Phase | Work], steps: int) -> Iterator[Phase | W
 
 
 def _to_kernel_facts(kernel: KernelTotal) -> KernelFacts:
-    """Return a kernel as a record states it, its name cut to 200 characters."""
+    """Return a kernel's total (kind, calls, seconds, bytes) as a record states it, its name cut to
+    200 characters.
+    """
     return KernelFacts(
         name=kernel.name[:200],
         kind=kernel.kind,
@@ -150,8 +156,8 @@ def _to_kernel_facts(kernel: KernelTotal) -> KernelFacts:
 
 
 def _sum_by_kind(kernels: list[KernelTotal]) -> Iterator[KernelFacts]:
-    """Yield one row per kind of kernel with the summed calls and times of these kernels, under the
-    name `REST`.
+    """Yield one row per kind of kernel, in the order in which kinds first occur, with the summed
+    calls and seconds of these kernels, the name `OTHER_KERNELS` ("the rest") and no size.
     """
     for kind in dict.fromkeys(kernel.kind for kernel in kernels):
         same_kind = [kernel for kernel in kernels if kernel.kind == kind]

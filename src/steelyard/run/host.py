@@ -54,16 +54,20 @@ KIB = 1024
 
 
 class Host:
-    """What the parent's `open` message asked for, looked up on this host.
+    """What the parent's `open` message asked for, looked up on this host by its node agent;
+    `make_hello` answers it, `make_worker_environment` is what workers get.
 
     Creating it sets the site's variables in this process's environment, claims the run's name (see
     run/processes.py), creates cache folders, finds devices, and listens on a port if the run has
-    other hosts. Anything wrong is stored as one line in `problem`, not raised.
+    other hosts. What is wrong is stored as one line in `problem`, not raised; missing modules are
+    in `lacking`.
     """
 
     def __init__(self, open_message: OpenMessage) -> None:
-        """Set the site's variables in os.environ, claim the run's name, create caches, find devices
-        and, for several hosts, listen on a port; store a RequestError as text in `problem`.
+        """Set the site's variables in os.environ, claim the run's name, create caches, find
+        devices, choose the interface and, for several hosts, listen on a port; look for the needed
+        modules in the workers' Python. The first RequestError is stored as text in `problem`, and
+        what comes after it is not looked up.
         """
         self.open_message = open_message
         os.environ.update(open_message.environment)
@@ -119,9 +123,10 @@ class Host:
         return {} if self.accelerator is None else dict(self.accelerator.severity)
 
     def make_worker_environment(self) -> dict[str, str]:
-        """Return the whole environment of a worker process: inherited variables without those of
-        other launchers, then those of the accelerator, the network interface and the caches, and
-        last the run's own, which win.
+        """Return the whole environment of a worker process on this host: inherited variables
+        without those of other launchers, then those of the accelerators, the network interface (not
+        those that the site sets) and the caches, and last the run's own; later ones win. os.environ
+        is not changed.
         """
         inherited = {name: value for name, value in os.environ.items() if not is_scrubbed(name)}
         required = accelerators.collect_settings(lambda row: row.worker_variables)
@@ -150,8 +155,10 @@ class Host:
         }
 
     def make_hello(self) -> HelloMessage:
-        """Return the `hello` message, which describes this host to the parent. It claims each used
-        device for this run; a device that another run has claimed is marked `busy`.
+        """Return the `hello` message, which describes this host to the parent: devices, software,
+        state, missing modules and paths (as indices of `open`'s paths), and the listening address.
+        It claims each used device for this run; a device that another run has claimed is marked
+        `busy`.
         """
         row, listener = self.accelerator or accelerators.CPU, self.listener
         return HelloMessage(
@@ -182,8 +189,9 @@ class Host:
         )
 
     def _describe_environment(self, row: Accelerator) -> Environment:
-        """Return this host's environment; if workers run in another Python, with the version and
-        packages of that one, and the agent's own Python besides.
+        """Return this host's hardware, software and package revision for the record; if workers run
+        in another Python (`engine.python`), with the version and packages of that one, and the
+        agent's own Python as `agent_python`.
         """
         host_environment = environment.describe_host(
             row, self.used_devices, self.make_worker_environment()
@@ -197,8 +205,9 @@ class Host:
         )
 
     def _describe_devices(self, row: Accelerator) -> list[FoundDevice]:
-        """Return all devices with their free memory, and claim the used ones; `busy` says who else
-        has a device. Empty if an earlier problem prevented the search.
+        """Return all devices found on this host with their total and free memory, and claim the
+        used ones for this run (nothing on other systems than Linux); `busy` says who else has
+        claimed a used device. Empty if an earlier problem prevented the search.
         """
         # no devices if a problem came before the search
         free = row.free(self.devices) if self.devices else []
@@ -242,8 +251,9 @@ def _identify_machine() -> str:
 
 
 def _choose_interface(open_message: OpenMessage) -> str:
-    """Return the network interface over which ranks communicate: loopback on one host, else the one
-    the site names, else that of the route to another host; raise RequestError if there is none.
+    """Return the name of the network interface over which ranks communicate: `lo` on a single host,
+    else the one the site names, else that of the route to another host of the run; raise
+    RequestError if it does not exist, there is no route, or no interface has the address.
     """
     if open_message.peer is None:
         return LOOPBACK
@@ -265,8 +275,9 @@ def _choose_interface(open_message: OpenMessage) -> str:
 
 
 def _find_own_address(peer: str) -> str:
-    """Return our own address on the route to a host, without sending anything; raise RequestError
-    if there is no route.
+    """Return this host's own IP address on the route to another host (`peer`), without sending it
+    anything; its name may be looked up. Raise RequestError if the name is unknown or there is no
+    route.
     """
     try:
         kind, *_, peer_address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
@@ -281,8 +292,9 @@ def _find_own_address(peer: str) -> str:
 
 
 def _listen_on_interface(interface: str) -> socket.socket:
-    """Return a socket that listens on a free port of the interface, where rank 0 will be met; raise
-    RequestError if the interface has no IP address.
+    """Return a TCP socket that listens on a free port of the interface's first IPv4 address, else
+    of its first IPv6 address, where rank 0 will be met; raise RequestError if the interface has no
+    IP address, OSError if it cannot listen.
     """
     addresses = psutil.net_if_addrs().get(interface, [])
     for kind in FAMILIES:
@@ -298,8 +310,9 @@ def _listen_on_interface(interface: str) -> socket.socket:
 def read_host_state(
     accelerator: Accelerator, devices: list[DetectedDevice], root: Path = ROOT
 ) -> HostState:
-    """Return load, memory, swap, CPU governors, clock source, CPU quota and NUMA nodes of this
-    host, and the state of the given devices; what is unknown is left out.
+    """Return load average, cores, memory and swap in bytes, CPU governors, clock source, CPU quota
+    and NUMA nodes of this host, and the state of the given devices as the accelerator tells it;
+    what is unknown is left out. Nothing is changed.
     """
     memory, group = _read_meminfo(root), cpu_load.find_tightest_cgroup(root)
     fields = {
@@ -334,7 +347,9 @@ def _drop_unknown(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def _read_meminfo(root: Path) -> dict[str, int]:
-    """Return the lines of /proc/meminfo by name, in bytes; empty if it cannot be read."""
+    """Return the lines of /proc/meminfo by name, such as MemTotal, in bytes; lines without a number
+    are left out, empty if it cannot be read.
+    """
     sizes = {}
     for line in environment.read_system_file(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
@@ -344,7 +359,9 @@ def _read_meminfo(root: Path) -> dict[str, int]:
 
 
 def _read_load_average(root: Path) -> float | None:
-    """Return the load average of the last minute, or None if it is unknown."""
+    """Return the load average of the last minute from /proc/loadavg, or None if it is unknown or
+    not finite.
+    """
     with suppress(ValueError, IndexError):
         load_average = float(environment.read_system_file(root / "proc/loadavg").split()[0])
         return load_average if isfinite(load_average) else None
@@ -365,7 +382,7 @@ def _read_governors(root: Path) -> list[str] | None:
 
 def _count_listed(ranges: str) -> int:
     """Return how many numbers a kernel list such as `0-3,8` has (here 5); an empty text gives 0,
-    and counting ends at the first part that is no number.
+    and counting ends at the first part that is no number or range.
     """
     count = 0
     with suppress(ValueError):

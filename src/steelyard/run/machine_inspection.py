@@ -1,8 +1,8 @@
 """Read what `steelyard check` shows of this machine: devices, host settings, load by other
 processes, free disk space and versions.
 
-Called by cli/check_and_spec.py; metrics/fitness_rules.py judges the result. Nothing on the machine is changed, and
-no framework is imported.
+Called by cli/check_and_spec.py; metrics/fitness_rules.py judges the result. Nothing on the machine
+is changed, and no framework is imported.
 """
 
 import platform
@@ -27,11 +27,13 @@ PACKAGES = ("torch", "transformers")
 
 
 def inspect_machine(accelerator: str | None, records_folder: Path) -> MachineFacts:
-    """Return the state of this machine with the named accelerator, or with the first that has
-    devices; takes about `WATCH_S` seconds, in which CPU time is counted.
+    """Return the state of this machine with the named accelerator or, with None, the first that has
+    devices or whose driver fails, else the CPU; takes about `WATCH_S` seconds, in which CPU time is
+    counted.
 
-    `records_folder` is the folder whose free space is read. A driver that does not answer is
-    reported in `problem`; an unknown accelerator raises RequestError.
+    `records_folder` is the folder whose free space is read, beside that of the temporary folder. A
+    driver that does not answer is reported in `problem`, without devices; an unknown accelerator
+    raises RequestError.
     """
     row, problem = _choose_accelerator(accelerator)
     devices = [] if problem is not None else row.find()
@@ -60,10 +62,11 @@ def inspect_machine(accelerator: str | None, records_folder: Path) -> MachineFac
 
 
 def _choose_accelerator(accelerator: str | None) -> tuple[Accelerator, str | None]:
-    """Return the accelerator's row and what is wrong with its driver, or None.
+    """Return the accelerator's row and the text on what is wrong with its driver, or None.
 
-    Without a name it is the first row that has devices or whose driver fails, else the CPU's. A
-    failing driver is a finding to report, not a wrong request.
+    Without a name it is the first row that has devices or whose driver fails, else the CPU's; a
+    named one is returned even without devices. A failing driver is a finding to report; an unknown
+    name raises RequestError.
     """
     for row in (
         accelerators.load_accelerators().values()
@@ -79,8 +82,9 @@ def _choose_accelerator(accelerator: str | None) -> tuple[Accelerator, str | Non
 
 
 def measure_other_load(watch_s: float = WATCH_S) -> ContentionShare:
-    """Count CPU time for `watch_s` seconds and return the share of the cores that processes other
-    than this one and its parent took; unknown, with a reason, if the host does not count it.
+    """Count CPU time for `watch_s` seconds, sleeping, and return the share of the allowed cores
+    that processes other than this one and its parent took; a value of None, with a reason, if the
+    host does not count it.
     """
     reader, readings = cpu_load.CpuLoadReader(""), cpu_load.LoadReadings()
     for _ in range(2):
@@ -94,8 +98,8 @@ def measure_other_load(watch_s: float = WATCH_S) -> ContentionShare:
 
 
 def measure_free_bytes(folder: Path) -> int | None:
-    """Return the free bytes of the disk that holds the folder or, if it does not exist yet, its
-    nearest existing ancestor; None if that cannot be read.
+    """Return the free bytes (for any user without privileges) of the disk that holds the folder or,
+    if it does not exist yet, its nearest existing ancestor; None if that cannot be read.
     """
     with suppress(OSError):
         existing = next(

@@ -24,8 +24,12 @@ Mark = tuple[Phase | Work, float, Event]
 
 @dataclass(frozen=True)
 class PassTrace:
-    """A measured pass on this rank as a list of marks; its samples are computed after the pass,
-    because that takes time too.
+    """One measured pass on this rank: its times in seconds, and a list of marks (what the engine
+    yielded, host time since the start, device event). `make_samples` computes the samples after the
+    pass, because that takes time too.
+
+    `clock` is whose times the events have: `device`, `host`, or `reported` by an external program.
+    A bare pass has only `start_clock_s` and `wall_s`.
     """
 
     start_clock_s: float  # reading of the clock at the start
@@ -40,12 +44,14 @@ class PassTrace:
     def make_samples(
         self, pass_name: str, rank: int = 0, count: CountStep = lambda item: item.counts
     ) -> list[Sample]:
-        """Return a sample for each step, with times in seconds since the start of the pass: by
-        device events, and on the host's clock.
+        """Return a sample of this pass for each step, which ends at a `Work` mark: start and end in
+        seconds since the start of the pass, by events and on the host's clock, and seconds by
+        phase.
 
-        `pass_name` is the pass; `count` returns the token counts of a step's work, by default those
-        that the engine reported. Values that are not finite become None. Empty for a pass without
-        marks.
+        A step begins where the one before ended; marks after the last `Work` are in no sample.
+        `count` returns the counts of a step's work, by default those that the engine reported.
+        Values that are not finite become None; device tensors among them are read here. Empty for a
+        pass without marks.
         """
         if self.first is None:
             return []
@@ -87,11 +93,13 @@ def measure(
     step_done: Callable[[int], None] | None = None,
     busy: Clock | None = None,
 ) -> PassTrace:
-    """Run a pass to its end and return its marks and times; no sample is computed yet.
+    """Run a pass to its end and return its marks and times; no sample is computed yet. The device
+    is waited for before and after, never in between.
 
     `items` does the engine's work while it is iterated. `step_done` is called after each step with
     the number of steps so far. `busy` reads the CPU time of this process in seconds; without it, or
-    if the engine reports times of another program, `cpu_s` is None.
+    if the engine reports times of another program, `cpu_s` is None. `device_s` is None unless the
+    device has its own clock.
     """
     device.synchronize()
     busy_s = None if busy is None else busy()
@@ -115,8 +123,9 @@ def measure(
 
 
 def measure_bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) -> PassTrace:
-    """Run the same work without marks, events or callbacks, and return its wall time alone: the
-    overhead of `measure` is found by comparison.
+    """Run a pass without marks, events or callbacks, and return a trace with its start and wall
+    time alone, until the device is idle: the overhead of `measure` is found by comparison. `items`
+    does the engine's work while it is iterated.
     """
     device.synchronize()
     start = clock()
@@ -135,8 +144,9 @@ def _to_finite(value: Any) -> float | None:
 def measure_mean_time_s(
     work: Callable[[], Any], device: Timeline, min_time_s: float, clock: Clock = now
 ) -> float:
-    """Return the mean device seconds of one call of `work`, over at least three calls and as many
-    as fill `min_time_s` seconds, after three to warm up.
+    """Return the mean device seconds of one call of `work`, by one pair of events around at least
+    three calls and as many, in threes, as fill `min_time_s` seconds of `clock`, after three to warm
+    up. The device is waited for after every 30 calls.
     """
     for _ in range(3):
         work()
@@ -154,8 +164,9 @@ def measure_mean_time_s(
 
 
 def time_calls(work: Callable[[], Any], device: Timeline, calls: int) -> float:
-    """Return the device seconds of all calls together. Ranks that communicate in `work` must pass
-    the same number of calls.
+    """Return the device seconds of all `calls` calls of `work` together, by one pair of events
+    around them, and wait until the device is idle; nothing is warmed up. Ranks that communicate in
+    `work` must pass the same number of calls.
     """
     first = device.event()
     for _ in range(calls):
@@ -166,11 +177,13 @@ def time_calls(work: Callable[[], Any], device: Timeline, calls: int) -> float:
 
 
 class Budget:
-    """Wall seconds of a process by named part. Parts follow one another; time between them is
-    `harness`, so that all add up to the time since its creation.
+    """Wall seconds of a process by named part: `part` times a `with` block, `parts` returns the
+    sums. Parts follow one another; time between them is `harness`, so that all add up to the time
+    since its creation.
     """
 
     def __init__(self, clock: Clock = now) -> None:
+        """Start the budget: all time counts from now on `clock`, which returns seconds."""
         self._clock = clock
         self._start = clock()
         self._parts: dict[str, float] = {}
@@ -179,8 +192,9 @@ class Budget:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time of a `with` block as part `name`, added to earlier time of that name;
-        raise RuntimeError inside another part.
+        """Count the time of a `with` block as part `name` of this process's budget, added to
+        earlier time of that name, also if the block raises; raise RuntimeError if it begins inside
+        another part.
         """
         if self._current is not None:
             raise RuntimeError(f"budget part {name!r} begins inside {self._current!r}")
@@ -192,8 +206,8 @@ class Budget:
             self._current = None
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds of all parts until now, including those of a part that has not ended,
-        and `harness` for the time between parts.
+        """Return a new dict with the seconds of all parts of this process's budget until now, by
+        name, including a part that has not ended, and last `harness` for the time between parts.
         """
         now_s = self._clock()
         parts = dict(self._parts)

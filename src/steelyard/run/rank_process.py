@@ -1,7 +1,8 @@
 """The part that every rank's process has: its rank file, progress messages and signals.
 
-`run_rank_process` carries out a `RankProcess` and writes its rank file whatever happens. Used by the worker of a case (run/worker.py) and by the worker of `steelyard spec`
-(run/ceilings_worker.py), in the process that the node agent started.
+`run_rank_process` carries out a `RankProcess` and writes its rank file whatever happens. Used by
+the worker of a case (run/worker.py) and by the worker of `steelyard spec` (run/ceilings_worker.py),
+in the process that the node agent started.
 """
 
 import faulthandler
@@ -31,12 +32,14 @@ CHILDREN_S = 1.0  # for a compiler to delete its temporary files
 
 
 def run_rank_process(make_process: Callable[[int], "RankProcess"], folder: Path) -> NoReturn:
-    """Create the rank's process object with `make_process(rank)`, run it, write its final rank file
-    and exit this process: code 0 if it is done, else 1, or 74 if the disk is full.
+    """Create the rank's process object with `make_process(rank)` for RANK, run it, write its final
+    rank file into `folder`, which is shared with the agent, and exit this process without shutting
+    libraries down.
 
-    Errors go into the rank file as a status and a text, and to stderr. `folder` is the folder that
-    is shared with the agent. Installs a SIGTERM handler, writes stack traces on SIGUSR1, and ends
-    the process when stdin is closed. Libraries are not shut down, because some of them abort in it.
+    Exit code 0 if it is done, else 1; 74 if no rank file or stack file can be written because the
+    disk is full; 3, after ending all descendants, when stdin is closed. An error goes into the rank
+    file as status and text and, unless it is a RequestError, to stderr. SIGTERM writes the rank
+    file as `ended`; SIGUSR1 writes all stack traces. A rank that is done leaves the process group.
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -73,16 +76,17 @@ def run_rank_process(make_process: Callable[[int], "RankProcess"], folder: Path)
 
 
 def _exit_without_result(failure: OSError) -> NoReturn:
-    """Print the traceback and exit the process where no rank file can be written: code 74 for a
-    full disk, else 1.
+    """Print the traceback of the current exception to stderr and exit the process at once, where no
+    rank file can be written: code 74 if `failure` is a full disk, else 1.
     """
     traceback.print_exc()
     os._exit(DISK_FULL if failure.errno in files.DISK_FULL_ERRNOS else 1)
 
 
 def _classify_error(failure: BaseException) -> RankStatus:
-    """Return the status for the rank file that names an error: `out_of_memory`, `disk_full`,
-    `network`, else `raised`.
+    """Return the status for the rank file that names an error: `out_of_memory` (host or device),
+    `disk_full`, `network` for an ExchangeError, else `raised`. A RequestError is handled by the
+    caller.
     """
     if is_out_of_memory(failure):
         return "out_of_memory"
@@ -93,7 +97,8 @@ def _classify_error(failure: BaseException) -> RankStatus:
 
 def _exit_with_agent() -> None:
     """Wait until stdin is closed, which means that the agent is gone; then end all descendants of
-    this process and exit with code 3.
+    this process (SIGTERM, SIGKILL after `CHILDREN_S`) and exit at once with code 3. Runs in a
+    thread; no rank file is written.
     """
     while os.read(0, 1 << 10):
         pass
@@ -102,13 +107,17 @@ def _exit_with_agent() -> None:
 
 
 class RankProcess(ABC):
-    """The common part of all workers: the rank file, which grows and is written repeatedly, the
-    time budget and the progress file. Subclasses implement `run`.
+    """The common part of all workers: `rank_file`, which grows in memory and is written repeatedly,
+    the time `budget` and the progress file. Subclasses implement `run` and set `framework` once it
+    is loaded, by which `run_rank_process` leaves the process group.
+
+    `host` is the node agent's part of the spec (shared folder, start time, rendezvous).
     """
 
     def __init__(self, rank: int, accelerator: str, host: HostSpec) -> None:
-        """Read world size and local rank from WORLD_SIZE and LOCAL_RANK, start the budget, and
-        begin a rank file with status `running`, which is not written yet.
+        """Read world size and local rank from WORLD_SIZE and LOCAL_RANK (default: the only rank),
+        start the budget and read all clocks, and begin a rank file with status `running`, which is
+        not written yet.
         """
         self.rank, self.host = rank, host
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -133,8 +142,9 @@ class RankProcess(ABC):
         self.rank_file = self.rank_file.model_copy(update=facts)
 
     def write_progress(self, phase: str, done: int, total: int) -> None:
-        """Write the progress file, on rank 0 alone: at the beginning and end of a phase, else at
-        most every `PROGRESS_S` seconds.
+        """Write the progress file into the shared folder, on rank 0 alone: if `done` is 0 or
+        `total`, else at most every `PROGRESS_S` seconds; other calls do nothing. Raises OSError if
+        it cannot be written.
         """
         now_s = now()
         if self.rank == 0 and (done in (0, total) or now_s - self._progress_written_s > PROGRESS_S):
@@ -145,16 +155,18 @@ class RankProcess(ABC):
 
     @contextmanager
     def _time_and_report(self, name: str) -> Iterator[None]:
-        """Count the time of a `with` block as a part of the budget, and report it as progress:
-        loading and compiling take minutes.
+        """Count the time of a `with` block as part `name` of this rank's budget, and report it at
+        its start as a phase of progress, with blanks for underscores; RuntimeError inside another
+        part.
         """
         self.write_progress(name.replace("_", " "), 0, 0)
         with self.budget.part(name):
             yield
 
     def write_rank_file(self, status: RankStatus, error: str | None) -> None:
-        """Write the rank file with this status and error, the time, the budget and the clocks so
-        far, replacing the one before.
+        """Set status, error, time since the start of the run, budget and clocks so far in this
+        rank's file, and write it into the shared folder, replacing the one before. Raises OSError
+        if it cannot be written, ValueError if a value cannot be written as JSON.
         """
         clocks = {
             name: at - self._clocks[name]
@@ -171,10 +183,11 @@ class RankProcess(ABC):
         self._replace_file(messages.format_rank_file_name(self.rank), self.rank_file)
 
     def write_final_rank_file(self, status: RankStatus, error: str | None) -> RankStatus:
-        """Write the final rank file and return its status.
+        """Write the final rank file of this rank and return its status.
 
-        If what an engine or a plug-in reported cannot be written as JSON, write one that says only
-        that, with status `raised`.
+        If what an engine or a plug-in reported cannot be written as JSON, print the traceback, drop
+        all results, write a rank file with status `raised` and `error` (None: that it cannot be
+        written), and return `raised`. OSError is passed on.
         """
         try:
             self.write_rank_file(status, error)
@@ -195,15 +208,18 @@ class RankProcess(ABC):
         return status
 
     def _replace_file(self, name: str, content: FrozenModel) -> None:
-        """Write a file into the shared folder so that readers see the old or the new content, never
-        a part; it is not synced to disk.
+        """Write a model as JSON into the folder that is shared with the agent, so that readers see
+        the old or the new content, never a part; it is not synced to disk. Raises OSError if it
+        cannot be written.
         """
         files.write_file(
             self.host.folder / name, content.model_dump_json(by_alias=True).encode(), durable=False
         )
 
     def handle_termination(self, number: int, frame: Any) -> None:
-        """Handle SIGTERM: write the rank file with status `ended`, then die by the same signal."""
+        """Handle SIGTERM: write the rank file with status `ended`, restore the default handler, and
+        send the same signal to this process, which dies by it.
+        """
         self.write_rank_file("ended", None)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -44,10 +44,15 @@ SEND_S = 1.0  # between two readings that are sent
 
 
 class WorkerProcess:
-    """One worker process and the end of its output; a thread reads its stdout and stderr."""
+    """One worker process of this host, already started, and the last `TAIL_BYTES` of its stdout and
+    stderr, which a thread reads: `read_tail` returns them. `is_suspended` says whether a signal
+    suspended it; `end_reported` whether the parent was told of its end.
+    """
 
     def __init__(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
-        """Start the thread that reads the process's output."""
+        """Start the thread that reads the output of `process`, a worker that was already started
+        with a stdout pipe.
+        """
         self.rank, self.process = rank, process
         self.suspended_since_s: float | None = None
         self.end_reported = False  # whether its end or suspension was reported
@@ -56,7 +61,9 @@ class WorkerProcess:
         self._reader.start()
 
     def _read_output(self) -> None:
-        """Read the output until it ends, and keep the last `TAIL_BYTES`."""
+        """Read the worker's output until it ends, and keep at least its last `TAIL_BYTES`; earlier
+        chunks are dropped. Runs in a thread; does nothing without a pipe.
+        """
         if self.process.stdout is None:
             return
         size = 0
@@ -67,15 +74,17 @@ class WorkerProcess:
                 size -= len(self._tail.popleft())
 
     def read_tail(self) -> str:
-        """Return the last `TAIL_BYTES` of its stdout and stderr as text. Waits at most 0.5 s for
-        the reader, because a child of the worker may hold the pipe open.
+        """Return the last `TAIL_BYTES` bytes of the worker's stdout and stderr as text, invalid
+        bytes replaced. Waits at most 0.5 s for the reader, because a child of the worker may hold
+        the pipe open.
         """
         self._reader.join(0.5)
         return b"".join(tuple(self._tail))[-TAIL_BYTES:].decode("utf-8", "replace")
 
     def is_suspended(self) -> bool:
-        """Return whether a signal has suspended the worker for at least `SUSPENDED_S` seconds, as
-        far as repeated calls have seen.
+        """Return whether a signal has suspended the worker for at least `SUSPENDED_S` seconds:
+        since the first of the calls that all found it suspended, so a first call returns False.
+        `suspended_since_s` is updated.
         """
         if not processes.is_suspended(self.process.pid):
             self.suspended_since_s = None
@@ -87,14 +96,16 @@ class WorkerProcess:
 
 
 class HostRanks:
-    """The workers of this host, and what is sampled while they run.
+    """The workers of this host and what is sampled while they run, for the node agent: `start`
+    starts them, `read_news` returns messages on what is new, `finish` ends them all. `is_over` is
+    whether all have exited.
 
     Creating it makes the run's private folder and starts telemetry, before there is a worker.
     """
 
     def __init__(self, host: Host, start: StartMessage) -> None:
-        """Start telemetry, create the run's private folder and note the OOM kills so far; start no
-        worker.
+        """Start the telemetry thread, create the run's private folder and note the OOM kills so
+        far; start no worker. Raises OSError or RuntimeError if folder or thread cannot be had.
         """
         self._host, self._start, self._token = host, start, start.token
         self._sampler, self._load_reader = (
@@ -111,8 +122,13 @@ class HostRanks:
         self._oom_kills_before = cpu_load.count_oom_kills()  # count before this run
 
     def start(self) -> Iterator[ProtocolMessage]:
-        """Clean up after dead runs, write the spec file and start the workers; yield a reading of
-        the CPU load first, and the process ids last.
+        """Clean up after dead runs, write the spec file and start the workers of this host, each in
+        its own session with its rank in RANK; yield a reading of the CPU load first, and `started`
+        with the process ids last.
+
+        A generator: it does nothing unless it is iterated. The host's listening socket is closed
+        here after rank 0 has inherited it. Raises OSError or RuntimeError if a process or thread
+        cannot be started.
         """
         yield self._load_reader.read(now() - self._start.origin_s)
         processes.sweep_dead_runs()
@@ -151,8 +167,8 @@ class HostRanks:
         yield StartedMessage(token=self._token, pids=pids)
 
     def _make_thread_variables(self) -> dict[str, str]:
-        """Return OMP_NUM_THREADS for the workers, an equal share of the host's cores for each
-        device; empty for one device. Otherwise each rank would use all cores.
+        """Return {OMP_NUM_THREADS: an equal share of this host's cores for each device, at least
+        1}, because otherwise each rank would use all cores; empty if the run uses one device.
         """
         ranks = self._host.open_message.devices
         return (
@@ -160,10 +176,11 @@ class HostRanks:
         )
 
     def _make_rendezvous(self) -> Rendezvous | None:
-        """Return where the ranks meet: None for a single rank, a file on one host, else rank 0's
-        address.
+        """Return where the ranks meet: None if the run has one rank, a file in the run's folder on
+        one host, else rank 0's address and port.
 
-        On rank 0's host, connections that other hosts opened to test the address are closed first.
+        On rank 0's host it has the descriptor of the listening socket too, which is made
+        non-blocking, and connections by which other hosts tested the address are closed first.
         """
         start, listener = self._start, self._host.listener
         if start.world == 1:
@@ -184,15 +201,17 @@ class HostRanks:
         return all(worker.process.poll() is not None for worker in self._workers)
 
     def read_news(self) -> Iterator[ProtocolMessage]:
-        """Yield messages on what is new since the last call: progress, rank files and exits and,
-        once a second, telemetry and CPU load.
+        """Yield messages for the parent on what is new on this host since the last call: progress,
+        rank files and exits and, if more than `SEND_S` seconds have passed, telemetry and CPU load.
         """
         yield from self._read_rank_news()
         if now() - self._sent_s > SEND_S:
             yield from self._read_sensors()
 
     def _read_sensors(self) -> Iterator[ProtocolMessage]:
-        """Yield the new telemetry of every device, and the CPU load of the host."""
+        """Yield a telemetry message with the new rows of every device of this host that has any,
+        and then a reading of the CPU load; notes the time as that of the last sending.
+        """
         self._sent_s = now()
         period_s, rows = self._sampler.take_new_rows()
         for source, columns in zip(self._sampler.sources, rows, strict=True):
@@ -207,8 +226,9 @@ class HostRanks:
         yield self._load_reader.read(now() - self._start.origin_s)
 
     def _read_rank_news(self) -> Iterator[ProtocolMessage]:
-        """Yield new progress and rank files, and which workers ended or are suspended; each
-        worker's end is reported once.
+        """Yield progress and rank files that changed since the last call, then which workers exited
+        and, looked at once a second, which are suspended; each worker's end or suspension is
+        reported once, an exit after its last rank file.
         """
         if self._has_changed(messages.PROGRESS_FILE):
             yield self._read_progress()
@@ -231,8 +251,9 @@ class HostRanks:
                     yield self._make_worker_ended(worker, suspended=True)
 
     def _read_progress(self) -> ProgressMessage:
-        """Return the content of the progress file as a message; one that cannot be read is a sign
-        of life too, and gives the phase `unreadable progress`.
+        """Return the content of the progress file in this run's folder as a message; one that
+        cannot be read is a sign of life too, and gives the phase `unreadable progress`. Nothing is
+        raised.
         """
         try:
             progress = WorkerProgress.model_validate_json(
@@ -243,8 +264,9 @@ class HostRanks:
         return ProgressMessage(token=self._token, **progress.model_dump())
 
     def _read_rank_file(self, rank: int) -> RankFileMessage:
-        """Return the message with the text of a rank file, or with the reason why it cannot be
-        read.
+        """Return the message with the text of the rank file of a rank of this host, or with an
+        empty text and the reason why it cannot be read (missing, too large, not UTF-8); its content
+        is not parsed.
         """
         try:
             text = self._read_worker_file(
@@ -255,8 +277,8 @@ class HostRanks:
         return messages.make_rank_file_message(self._token, rank, text)
 
     def _read_worker_file(self, name: str, max_bytes: int) -> bytes:
-        """Read a file that a worker wrote. Raise OSError if it cannot be read, ValueError if it is
-        larger than `max_bytes`.
+        """Return the bytes of file `name` in the run's folder, which a worker wrote. Raise OSError
+        if it cannot be read, ValueError if it is larger than `max_bytes`.
         """
         try:
             return files.read_file(self._folder / name, max_bytes, unpack=False)
@@ -264,8 +286,9 @@ class HostRanks:
             raise ValueError(f"it is {error}") from error
 
     def _make_worker_ended(self, worker: WorkerProcess, suspended: bool = False) -> WorkerEnded:
-        """Return the message that a worker ended or is suspended, with its exit code and the
-        processes that the kernel has killed for lack of memory since the run began.
+        """Return the message that a worker ended or is suspended: its exit code (None: it has none,
+        negative: the signal), the time since the start of the run, and how many processes of this
+        cgroup the kernel has killed for lack of memory since the run began (None: unknown).
         """
         time_s, oom_kills = now() - self._start.origin_s, cpu_load.count_oom_kills()
         return WorkerEnded(
@@ -280,8 +303,8 @@ class HostRanks:
         )
 
     def _has_changed(self, name: str) -> bool:
-        """Return whether a file of the run's folder is new or was modified since the last call for
-        it; False if it does not exist.
+        """Return whether file `name` in the run's folder is new or was modified since the last call
+        for it, by its modification time, which is remembered; False if it does not exist.
         """
         try:
             modified_ns = (self._folder / name).stat().st_mtime_ns
@@ -292,7 +315,8 @@ class HostRanks:
 
     def _collect_stacks(self) -> dict[int, str]:
         """Send SIGUSR1 to all live workers, on which they write their stack traces, wait up to
-        `STACK_S` seconds, and return the traces by rank, or a text that a worker did not answer.
+        `STACK_S` seconds until each has begun to, and return by rank the traces, or `it did not
+        answer`. Empty if no worker lives.
         """
         running = [worker for worker in self._workers if worker.process.poll() is None]
         for worker in running:
@@ -304,8 +328,8 @@ class HostRanks:
         return {worker.rank: self._read_stack(worker) or "it did not answer" for worker in running}
 
     def _read_stack(self, worker: WorkerProcess) -> str:
-        """Return the stack traces that a worker has written, at most `STACK_BYTES` characters;
-        empty if there are none.
+        """Return the first `STACK_BYTES` characters of the stack traces that a worker has written
+        into the run's folder so far; empty if there are none.
         """
         with suppress(FileNotFoundError):
             return (self._folder / messages.format_stack_file_name(worker.rank)).read_text(
@@ -314,10 +338,13 @@ class HostRanks:
         return ""
 
     def finish(self, failure: Failure | None, with_stacks: bool) -> Iterator[ProtocolMessage]:
-        """End the workers and all processes they started, yield what they left and last the `bye`
-        message with `failure`, then delete the run's folder.
+        """End the workers of this host and all processes they started (SIGTERM, then SIGKILL), stop
+        telemetry, yield the news that are left and last the `bye` message with `failure` and the
+        workers' exit codes and output; then delete the run's folder. A generator: it must be
+        iterated to its end.
 
-        `with_stacks`: collect stack traces before ending them.
+        `with_stacks`: collect stack traces before ending them. An error that the telemetry thread
+        met is raised here.
         """
         stacks = self._collect_stacks() if with_stacks else {}
         mark = self._host.open_message.mark

@@ -21,8 +21,8 @@ ReadingColumns = dict[str, list[Any]]
 
 
 class TelemetrySampler:
-    """Samples all telemetry sources in a thread from `start`, before there is a worker, until
-    `stop`; `take_new_rows` returns what is new.
+    """Samples all telemetry sources of a host in a thread from `start`, before there is a worker,
+    until `stop`; `take_new_rows` returns what is new, `watch` sets the workers' process ids.
 
     After `max_rows` rows the sampling period doubles, and whoever collects the rows drops every
     second one, so that a long run has no more rows than that.
@@ -36,8 +36,9 @@ class TelemetrySampler:
         period_s: float = PERIOD_S,
         max_rows: int = MAX_ROWS,
     ) -> None:
-        """Store the settings; nothing is sampled before `start`. `origin_s` is the start of the run
-        on this host's clock.
+        """Store the settings of the sampler; nothing is sampled before `start`. `origin_s` is the
+        start of the run on this host's clock; `period_s` the seconds between two samples at first,
+        `max_rows` the rows after which they double.
         """
         self.sources = sources
         self.period_s = period_s
@@ -53,7 +54,9 @@ class TelemetrySampler:
         self._thread = Thread(target=self._loop, name="telemetry", daemon=True)
 
     def start(self) -> None:
-        """Take a first, full sample in the caller's thread, then start the sampling thread."""
+        """Take a first sample of all sources, slow columns included, in the caller's thread, which
+        raises what a source raises, then start the sampling thread.
+        """
         self._sample(with_slow_columns=True)
         self._thread.start()
 
@@ -62,8 +65,8 @@ class TelemetrySampler:
         self._pids = pids
 
     def stop(self) -> None:
-        """End the thread and take one last full sample; an error that the thread met is raised here
-        instead.
+        """End the sampling thread and take one last sample of all sources, slow columns included;
+        an error that the thread met is raised here instead.
         """
         self._ended.set()
         self._thread.join()
@@ -72,15 +75,17 @@ class TelemetrySampler:
         self._sample(with_slow_columns=True)
 
     def take_new_rows(self) -> tuple[float, list[ReadingColumns]]:
-        """Return the current period in seconds and, for each source, the rows since the last call,
-        as columns; they are forgotten here.
+        """Return the current sampling period in seconds and, for each source in order, the rows
+        since the last call as columns by name (empty: no new row); they are forgotten here.
         """
         with self._lock:
             new, self._new = self._new, [{} for _ in self.sources]
             return self.period_s, new
 
     def _loop(self) -> None:
-        """Sample once a period until `stop`; an error ends the thread and is stored for `stop`."""
+        """Sample all sources once a period until `stop`; any error ends the thread and is stored
+        for `stop` to raise. Runs in the thread.
+        """
         try:
             while not self._ended.wait(self.period_s):
                 self._sample()
@@ -88,8 +93,10 @@ class TelemetrySampler:
             self._error = error
 
     def _sample(self, with_slow_columns: bool = False) -> None:
-        """Read every source once and append the rows; double the period when there are too many.
-        `with_slow_columns`: also read the slow columns, which are None in most rows.
+        """Read every source once and append a row for each, with the time since the start of the
+        run as `t_s`; beyond `max_rows` rows, double the period and count only half of the rows, as
+        the collector drops the others. `with_slow_columns`: use the sources' `read_all`, where
+        columns that are slow to read are never left None.
         """
         reads = [
             source.read_all if with_slow_columns and source.read_all is not None else source.read
@@ -109,17 +116,22 @@ class TelemetrySampler:
 
 
 class DeviceReadings:
-    """The telemetry of one device, as the parent receives it."""
+    """The telemetry of one device of a host, as the parent receives it: `add` appends rows to
+    `columns`, which are lists by column name; `to_series` makes what the record states. `period_s`
+    is the sampling period, 0 before the first rows.
+    """
 
     def __init__(self, host: str, device: str, severity: dict[str, str]) -> None:
-        """Begin without readings; `severity` says how much each slowdown reason matters."""
+        """Begin without readings of this device; `severity` says by slowdown reason how much it
+        matters.
+        """
         self.host, self.device, self.severity = host, device, severity
         self.period_s = 0.0
         self.columns: ReadingColumns = {}
 
     def add(self, period_s: float, columns: ReadingColumns) -> None:
-        """Append rows, given as columns; if their period is longer than before, drop every second
-        row of all, these included, once for each doubling.
+        """Append rows of this device, given as columns; if their period is longer than before, drop
+        every second row of all, these included, once for each doubling (`halve_rows`).
         """
         for name, values in columns.items():
             self.columns.setdefault(name, []).extend(values)
@@ -131,8 +143,9 @@ class DeviceReadings:
     def to_series(
         self, to_parent_clock: Callable[[float], float] = lambda t_s: t_s
     ) -> TelemetrySeries:
-        """Return the readings as a record states them; `to_parent_clock` converts each time since
-        the start of the run to the parent's clock.
+        """Return the readings of this device as a record states them; `to_parent_clock` converts
+        each time since the start of the run to the parent's clock. `baseline_processes` is the
+        first reading of `processes`, before workers started, None without one.
         """
         columns = {
             **self.columns,
@@ -149,7 +162,7 @@ class DeviceReadings:
 
 
 def _keep_first(a: Any, b: Any) -> Any:
-    """Return the value of the row that stays."""
+    """Return the value of the first of two rows, the one that stays."""
     return a
 
 
@@ -174,8 +187,9 @@ _MERGE_BY_COLUMN: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def halve_rows(columns: ReadingColumns) -> ReadingColumns:
-    """Return the columns without every second row; peaks, process counts and slowdown reasons of a
-    dropped row are merged into the row before it. A last row without a second one stays.
+    """Return new columns without every second row (the second, fourth, ...): of a dropped row, the
+    larger `memory_bytes` and `processes` and the union of `reasons` go into the row before it. A
+    last row without a second one stays.
     """
     pairs = {name: zip_longest(values[::2], values[1::2]) for name, values in columns.items()}
     return {

@@ -30,8 +30,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Prompts as rows of one length, padded on the right. The fields are those of `PromptBatch` of
-    the same names.
+    """Prompts as rows of one length, padded on the right, on the host. `pick` has the index of each
+    prompt's last token in the rows laid end to end, `items` the prompts' indices, `counts` only
+    `padded`, the number of padding tokens; `prefixes` is empty.
     """
 
     tokens: Ids  # [prompts, length]
@@ -46,8 +47,9 @@ MakeBatch = Callable[[], PromptBatch | PaddedBatch]
 
 @dataclass(frozen=True)
 class ScoringBatches:
-    """The batches of this replica, each as a function that makes its arrays: `in_pass` are those of
-    the timed pass.
+    """The batches of this replica, each as a function that makes its host arrays when called:
+    `in_pass` are those of the timed pass, the others repeat some of them for warm-up. Made by
+    `plan_packed_batches` or `plan_padded_batches`.
     """
 
     in_pass: list[MakeBatch]
@@ -57,8 +59,10 @@ class ScoringBatches:
 
 
 def plan_packed_batches(job: Job, engine_name: str) -> ScoringBatches:
-    """Plan this replica's batches of about `tune.batch_tokens` tokens without padding, for either
-    division, at most `job.steps`. Raises RequestError if `tune.batching` asks for padding;
+    """Plan this replica's batches of about `tune.batch_tokens` tokens without padding, in an order
+    drawn from `tune.order`, at most `job.steps`. In division closed every prompt is a row of its
+    own, in open prompts of a group share their prefix. Warm-up are the first `tune.warmup` batches,
+    of a compiled pass at least one. Raises RequestError unless `tune.batching` is auto or packed;
     `engine_name` is for that message.
     """
     tune, rows = job.case.tune, job.inputs.rows
@@ -94,11 +98,12 @@ def plan_packed_batches(job: Job, engine_name: str) -> ScoringBatches:
 
 def plan_padded_batches(job: Job, engine_name: str) -> ScoringBatches:
     """Plan this replica's batches of prompts of similar length, padded to a multiple of
-    `tune.pad_to`; with `tune.batching=single` of one prompt each, unpadded.
+    `tune.pad_to`, of at most about `tune.batch_tokens` tokens; with `tune.batching=single` of one
+    prompt each, unpadded. At most `job.steps`, in an order drawn from `tune.order`.
 
     Before a compiled pass also the batches of extreme size are computed: fewest and most prompts,
     shortest and longest. Raises RequestError for division open, or if `tune.batching` is `packed`;
-    `engine_name` is for that message.
+    `engine_name` is for these messages.
     """
     tune, rows = job.case.tune, job.inputs.rows
     if job.case.question.division != "closed":
@@ -126,14 +131,17 @@ def plan_padded_batches(job: Job, engine_name: str) -> ScoringBatches:
 
 
 def _take_own_bins(job: Job, bins: list[T]) -> list[T]:
-    """Return this replica's bins (every dp-th), at most as many as the run has steps."""
+    """Return this replica's bins (lists of prompts), every dp-th from its number on, at most
+    `job.steps` (None: all).
+    """
     return bins[job.place.dp :: job.plan.dp][: job.steps]
 
 
 def make_padded_batch(rows: list[list[int]], items: list[int], pad_to: int) -> PaddedBatch:
-    """Return the prompts `items` (indices into `rows`) as rows of one length, a multiple of
-    `pad_to`, filled with token 0. `pick` has the index of each prompt's last token in the rows laid
-    end to end.
+    """Return the prompts `items` (indices into `rows`) as rows of one length, the longest rounded
+    up to a multiple of `pad_to`, filled with token 0. `pick` has the index of each prompt's last
+    token in the rows laid end to end, `counts` the number of padding tokens. Raises ValueError for
+    no items.
     """
     lens = [len(rows[i]) for i in items]
     width = -(-max(lens) // pad_to) * pad_to

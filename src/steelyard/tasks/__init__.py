@@ -27,7 +27,7 @@ def load_tasks() -> dict[str, Task]:
 
 def find_task(name: str) -> Task:
     """Return a task by its name, or by its spelling in questions (`record` for `superglue_record`).
-    Raises RequestError if there is none.
+    Raises RequestError, which lists the names, if there is none, and what `load_tasks` raises.
     """
     tasks = load_tasks()
     task = tasks.get(name) or next(

@@ -19,8 +19,8 @@ class TrainPassOutputs(FrozenModel):
 
 
 class HeldOutRowsLoss(FrozenModel):
-    """The outputs of a pass over held-out rows: the summed loss in nats, None if it is not finite,
-    and the number of target tokens.
+    """The outputs of a pass over held-out rows, `before` or `after`: `nll`, the summed loss in
+    nats, None if it is not finite, and the number of target tokens it is summed over.
     """
 
     nll: float | None
@@ -29,7 +29,7 @@ class HeldOutRowsLoss(FrozenModel):
 
 class HeldOutOutputs(FrozenModel):
     """What a record keeps of training on rows: the number of held-out rows, and the outputs of each
-    pass.
+    pass: `train` has why it ended, `before` and `after` the loss of the held-out rows.
     """
 
     held_out: int  # number of held-out rows
@@ -42,8 +42,9 @@ def make_held_out_outputs(held_out: int) -> HeldOutOutputs:
 
 
 def check_held_out_outputs(pass_outputs: Any, outputs: HeldOutOutputs) -> dict[str, Any]:
-    """Return an engine's outputs of a pass if a record can be made of them: `stopped`, or `nll`
-    (float or None) and `targets` (int). Raises TypeError otherwise.
+    """Return a copy of an engine's outputs of a pass if a record can be made of them: a dict with
+    exactly `stopped` (not looked into), or with `nll` (float or None) and `targets` (int). Raises
+    TypeError otherwise. `outputs` is ignored.
     """
     if not isinstance(pass_outputs, dict) or set(pass_outputs) not in (
         {"stopped"},
@@ -64,8 +65,9 @@ def check_held_out_outputs(pass_outputs: Any, outputs: HeldOutOutputs) -> dict[s
 def merge_held_out_outputs(
     outputs: HeldOutOutputs, pass_name: str, replica_outputs: list[dict[str, Any]]
 ) -> HeldOutOutputs:
-    """Return the outputs with one more pass, from the outputs of all replicas: the earliest stop,
-    or the losses added up (None if one is None).
+    """Return a copy of the outputs with one more pass, from the checked outputs of all replicas:
+    for pass `train` the earliest stop, else the summed losses (None if one is None) and target
+    counts. An earlier pass of that name is replaced.
     """
     merged: TrainPassOutputs | HeldOutRowsLoss
     if pass_name in TRAIN.stepped:
@@ -80,7 +82,9 @@ def merge_held_out_outputs(
 
 
 def find_first_stop(replica_outputs: list[dict[str, Any]]) -> EarlyStop | None:
-    """Return the earliest stop that a replica reported, or None."""
+    """Return the stop with the lowest step among the replicas' `stopped`, the first of equal ones;
+    None if none of them stopped early.
+    """
     stops = [
         EarlyStop.model_validate(replica["stopped"])
         for replica in replica_outputs
@@ -90,8 +94,8 @@ def find_first_stop(replica_outputs: list[dict[str, Any]]) -> EarlyStop | None:
 
 
 def score_held_out_loss(outputs: HeldOutOutputs, pass_name: str) -> dict[str, float]:
-    """Return `loss`, the mean loss in nats per target token of the held-out rows; empty if the pass
-    has none, it is not finite, or there are no targets.
+    """Return {"loss": mean loss in nats per target token of the held-out rows} of a pass; empty if
+    the pass is missing or trains, its loss is not finite, or there are no targets.
     """
     pass_outputs = outputs.passes.get(pass_name)
     is_known = (
@@ -103,13 +107,15 @@ def score_held_out_loss(outputs: HeldOutOutputs, pass_name: str) -> dict[str, fl
 
 
 def find_early_stop(outputs: HeldOutOutputs) -> EarlyStop | None:
-    """Return why the pass `train` ended early; None if it did not, or is missing."""
+    """Return step and reason if the pass `train` ended early; None if it did not, or is missing."""
     pass_outputs = outputs.passes.get("train")
     return pass_outputs.stopped if isinstance(pass_outputs, TrainPassOutputs) else None
 
 
 def is_held_out_loss_finite(outputs: HeldOutOutputs, pass_name: str) -> bool | None:
-    """Return whether a pass's held-out loss is finite; None if the pass has no held-out loss."""
+    """Return whether a pass's held-out loss is finite; None if the pass is missing or is `train`,
+    which has no held-out loss.
+    """
     pass_outputs = outputs.passes.get(pass_name)
     return pass_outputs.nll is not None if isinstance(pass_outputs, HeldOutRowsLoss) else None
 
@@ -151,7 +157,10 @@ def rows_task(
     packs: bool = False,
 ) -> Task:
     """Return the `Task` row of a task that trains on rows of tokens and only adds how its data are
-    read: `data` is the model of `question.data`, `reader` and `data_check` are "module:function".
+    read; outputs are held-out losses, quality is `loss_after`.
+
+    `data` is the model of `question.data`, `reader` and `data_check` are "module:function", `noun`
+    is what an item is called; the others are fields of `Task`.
     """
     return Task(
         name=name,

@@ -1,8 +1,8 @@
 """Kinds of work (score, train): one row each, with everything that differs between them.
 
 Other packages add kinds through the entry-point group `steelyard.kinds`; each entry point names a
-`Kind`. A string with a colon refers to `module:attribute` and is loaded with `plugins.load`,
-because rooms above this one must not be imported here.
+`Kind`. A string with a colon refers to `module:attribute` and is loaded with
+`plugins.load_reference`, because rooms above this one must not be imported here.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,9 @@ ENTRY_POINT_GROUP = "steelyard.kinds"
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of work, as a row. The defaults are those of a kind that runs forwards of a model
-    and changes no weights.
+    """One kind of work (scoring, training), as a row: its passes, what is computed and how it is
+    divided over devices, what is measured, what makes a result valid, and how pages show it. The
+    defaults are those of a kind that runs forwards of a model and changes no weights.
     """
 
     name: str  # in questions, records and keys
@@ -83,8 +84,8 @@ class Kind:
         return len(self.products)
 
     def forwards_in_pass(self, pass_name: str) -> int:
-        """Return the model FLOPs of a step of this pass as a multiple of one forward's. Passes that
-        are not headline passes only run forwards: 1.
+        """Return the model FLOPs of a step of this pass as a multiple of one forward's: `forwards`
+        for a headline pass of the kind (3 for training), 1 for any other pass.
         """
         return self.forwards if pass_name in self.headline else 1
 
@@ -149,7 +150,9 @@ def load_kinds() -> dict[str, Kind]:
 
 
 def find_kind(name: str) -> Kind:
-    """Return a kind of work by its name; raise RequestError if there is none."""
+    """Return a kind of work by its name. Raises RequestError, which lists the names, if there is
+    none, and what `load_kinds` raises.
+    """
     kinds = load_kinds()
     if name not in kinds:
         raise RequestError(f"no kind of work {name!r}; known: {', '.join(kinds)}")

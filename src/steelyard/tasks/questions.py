@@ -31,7 +31,9 @@ McqRow = tuple[str, str, str, str, str, str]  # question, four choices, the answ
 
 @dataclass(frozen=True)
 class Subject:
-    """A subject's answered examples (`dev`) and the questions to ask (`test`)."""
+    """One subject of a multiple-choice data set: its name, its answered examples (`dev`) and the
+    questions to ask (`test`).
+    """
 
     name: str
     dev: tuple[McqRow, ...]
@@ -40,8 +42,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Tokenized prompts of multiple-choice questions; implements `ChoicePrompts`. Prompts of one
-    group begin with the same tokens.
+    """Tokenized prompts of multiple-choice questions, made by `encode_questions`; implements
+    `ChoicePrompts`. Lists are per prompt. Prompts of one group begin with the same tokens. `gold`
+    is the index (0 to 3) of the right answer, `subject_of` an index into `subjects`, `shortened`
+    the number of prompts that lost examples.
     """
 
     rows: list[list[int]]
@@ -64,8 +68,13 @@ class GeneratedQuestionsConfig(FrozenModel):
 
 class QuestionFields(FrozenModel):
     """The fields of `question.data` of a multiple-choice task; a task adds the literal of its
-    `kind`. `context` is the most tokens that a prompt may have, `shots` the number of answered
-    examples before a question.
+    `kind`.
+
+    `shots` is the number of answered examples before a question, `context` the most tokens that a
+    prompt may have, `subjects` the number of subjects that the data must have (None: any).
+    `fingerprint` is that of the published data; other data are not refused, but the record says
+    that they are not published. `made`: how to generate questions if no data path is given; None:
+    data are required.
     """
 
     kind: str
@@ -79,11 +88,13 @@ class QuestionFields(FrozenModel):
 def prepare_questions(
     request: TaskRequest, subjects: list[Subject], label: str, location: str = "{}"
 ) -> PreparedData:
-    """Make prompts of the questions that the request selects, with the facts for the record.
+    """Make prompts of the questions that the request selects; return them as inputs, with facts for
+    the record and outputs without passes.
 
     `label` names where the subjects came from; `location` is a format string with one `{}` for the
     subject, which names a subject's file in errors. Raises RequestError if the context is longer
-    than the model's positions, the selection does not exist, or a prompt does not fit.
+    than the model's positions, there is no fitting tokenizer, the selection does not exist, or a
+    prompt or answer cannot be encoded as required (`encode_questions`).
     """
     fields: QuestionFields = request.data
     if fields.context > request.positions:
@@ -123,7 +134,9 @@ def fingerprint_questions(subjects: list[Subject], tokenizer: Tokenizer) -> str:
 
 
 def format_question(row: McqRow) -> str:
-    """Return a question with its four choices, up to "Answer:"."""
+    """Return the text of a question: the question, a line "A. …" to "D. …" for each choice, and the
+    line "Answer:" without the answer.
+    """
     choices = "".join(
         f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row[1:5], strict=True)
     )
@@ -131,15 +144,17 @@ def format_question(row: McqRow) -> str:
 
 
 def format_header(subject: str) -> str:
-    """Return the first line of a prompt, which names the subject, with an empty line behind it."""
+    """Return the first line of a prompt, which names the subject with spaces for "_", and an empty
+    line behind it. As in the published prompts there are two spaces before the name.
+    """
     # Each word has a space before it, the first one too: two spaces, as in the published prompts.
     words = "".join(f" {word}" for word in subject.split("_"))
     return f"The following are multiple choice questions (with answers) about {words}.\n\n"
 
 
 def format_prompt(subject: Subject, row: McqRow, shots: int, dropped: int = 0) -> str:
-    """Return a prompt: header, the subject's first `shots` examples with answers, without the first
-    `dropped` of them, and the question.
+    """Return a prompt's text: header, the subject's examples `dropped` to `shots` - 1, each with
+    its answer and an empty line behind it, and the question up to "Answer:".
     """
     examples = "".join(
         f"{format_question(example)} {example[5]}\n\n" for example in subject.dev[dropped:shots]
@@ -150,8 +165,9 @@ def format_prompt(subject: Subject, row: McqRow, shots: int, dropped: int = 0) -
 def select_questions(
     subjects: list[Subject], names: tuple[str, ...] | None, rows: tuple[str, ...] | None
 ) -> list[int] | None:
-    """Return the positions, in the whole set, of the questions named by row ids, or else by
-    subjects; None if neither is given, which means all. Raises RequestError for unknown names.
+    """Return the sorted positions, in the whole set (subject after subject), of the questions named
+    by row ids or, if there are none, by subject names; None if neither is given, which means all.
+    Raises RequestError for unknown, repeated or malformed ids, and unknown subjects.
     """
     positions, begin = {}, 0
     for subject in subjects:
@@ -171,11 +187,13 @@ def encode_questions(
     pool: list[int] | None = None,
     location: str = "{}",
 ) -> Prompts:
-    """Tokenize the prompts of all questions, or of those in `pool`, or of a seeded sample of these.
+    """Tokenize the prompts of all questions, or of those at the positions in `pool`, or of a seeded
+    sample of these, in the order of the set.
 
-    If a prompt is longer than the context, its leading examples are dropped one by one. Raises
-    RequestError if a question does not fit even without examples (`location` formats its subject's
-    file), or if an answer is not one token.
+    If a prompt is longer than `data.context`, its leading examples are dropped one by one; prompts
+    of one subject with equally many dropped are a group. Raises RequestError if a question does not
+    fit even without examples (`location` formats its subject's file), an answer is not one token,
+    or the sample is larger than the set.
     """
     all_pairs = [(s, q) for s, subject in enumerate(subjects) for q in range(len(subject.test))]
     index = choose_items(len(all_pairs), sample, seed, pool=pool)
@@ -217,7 +235,7 @@ def encode_questions(
 
 
 def _number_keys(keys: list[tuple[int, int]]) -> list[int]:
-    """Replace each key by a number, equal keys by equal ones, counted from 0 in order of
+    """Return a number for each key, equal ones for equal keys, counted from 0 in order of first
     appearance.
     """
     numbers: dict[tuple[int, int], int] = {}
@@ -225,8 +243,8 @@ def _number_keys(keys: list[tuple[int, int]]) -> list[int]:
 
 
 def find_answer_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Return the token ids of " A" to " D" as they follow "Answer:". Raises RequestError if one of
-    them is not exactly one token.
+    """Return the token ids of " A", " B", " C" and " D" as they follow "Answer:". Raises
+    RequestError if one of them is not exactly one more token behind those of "Answer:".
     """
     before, *after = tokenizer.encode(["Answer:", *(f"Answer: {letter}" for letter in LETTERS)])
     tokens = []
@@ -259,8 +277,9 @@ _MADE_NAMES = ("tides", "orchards", "signals", "quarries", "ledgers", "lanterns"
 
 
 def generate_questions(task: str, config: GeneratedQuestionsConfig, shots: int) -> list[Subject]:
-    """Generate subjects of questions about which thing stands in which relation to another, from a
-    seed and the task's name; each subject has `shots` examples.
+    """Generate `config.subjects` subjects, sorted by name, each with `shots` examples and
+    `config.questions` questions about which thing stands in which relation to another; determined
+    by the seed and the task's name.
     """
     rng = random.Random(f"{task}:{config.seed}")
     subjects = []
@@ -272,7 +291,9 @@ def generate_questions(task: str, config: GeneratedQuestionsConfig, shots: int) 
 
 
 def _generate_question(rng: random.Random) -> McqRow:
-    """Generate one question with four shuffled choices and the right letter."""
+    """Generate one question whose first sentence contains the answer: text, four shuffled choices
+    and the right letter. Advances `rng`.
+    """
     things = rng.sample(_NOUNS, 5)
     verb, filler = rng.choice(_VERBS), " ".join(rng.choices(_NOUNS, k=rng.randrange(0, 9)))
     question = (

@@ -35,15 +35,19 @@ RowId = Annotated[str, Field(pattern=selection.ID_PATTERN), AfterValidator(selec
 
 @dataclass(frozen=True)
 class Sources:
-    """The paths that the user gave for data, tokenizer and weights; None where he gave none."""
+    """The paths that the user gave for data, tokenizer and weights; None where he gave none.
+    `tokenizer_paths` lists where to look for a tokenizer: also beside weights and data, if none was
+    given.
+    """
 
     data: Path | None
     tokenizer: Path | None
     weights: Path | None
 
     def tokenizer_paths(self) -> list[Path]:
-        """Return where to look for a tokenizer: only at `--tokenizer` if that was given, else in
-        the weights' folder and then in the data's.
+        """Return where to look for a tokenizer, in this order: only at `--tokenizer` if that was
+        given, else in the weights' path and then in the data's folder (the parent, if the data are
+        a file); empty if none of these was given.
         """
         if self.tokenizer is not None:
             return [self.tokenizer]
@@ -55,8 +59,9 @@ class Sources:
 
 @dataclass(frozen=True)
 class Selection:
-    """What the user selected of a task's data: subject names, row ids, a sample size; None where he
-    did not.
+    """What the user selected of a task's data: subject names (`--subjects`), row ids (`--rows`, as
+    `data/selection.py` spells them), a sample size (`--sample`); None where he did not. Its
+    properties say what can be known of the rows without the data.
     """
 
     subjects: tuple[str, ...] | None = None
@@ -65,13 +70,13 @@ class Selection:
 
     @property
     def row_count(self) -> int | None:
-        """The number of rows that the ids name; None if no ids were given."""
+        """The number of rows that the selected ids name; None if no ids were given."""
         return None if self.rows is None else selection.count_ids(self.rows)
 
     @property
     def group_counts(self) -> dict[str, int] | None:
-        """The number of named rows in each group; None if no ids were given or one of them names no
-        group.
+        """The number of selected rows in each group (subject), from ids `group/position`; None if
+        no ids were given or one of them names no group.
         """
         ranges = [] if self.rows is None else selection.parse_ids(self.rows)
         if not ranges or not all(id_range.group for id_range in ranges):
@@ -83,8 +88,8 @@ class Selection:
 
     @property
     def positions(self) -> list[int] | None:
-        """The positions of the named rows in the whole set; None if no ids were given, or one is
-        relative to a group, whose position only the data tell.
+        """The positions of the selected rows in the whole set, in the order of the ids; None if no
+        ids were given, or one is relative to a group, whose position only the data tell.
         """
         ranges = [] if self.rows is None else selection.parse_ids(self.rows)
         if not ranges or any(id_range.group for id_range in ranges):
@@ -100,7 +105,8 @@ class TaskRequest:
     and paths.
 
     `vocab` and `positions` are the model's sizes. `length` (tokens of a row) and `batch` (the
-    global batch) are for training.
+    global batch, in the task's unit) are for training. `sources.data` None means that data are to
+    be generated.
     """
 
     data: Any  # `question.data`, of the task's own type
@@ -119,9 +125,10 @@ class TaskRequest:
     rows: tuple[str, ...] | None = None  # --rows: ids as data.selection spells them
 
     def load_tokenizer(self) -> Tokenizer:
-        """Load the tokenizer that the user named, or the one beside the weights or data. Raises
-        RequestError if there is none or its size does not fit the model. Generated data (no data
-        path) have a tokenizer of their own.
+        """Load the tokenizer of the request: the one that the user named, or the one beside the
+        weights or data. Generated data (no data path) have a `WordHashTokenizer` of the model's
+        vocabulary. Raises RequestError if there is none, it is malformed, or its size does not fit
+        the model (`check_vocabulary_size`).
         """
         if self.sources.data is None:
             return tokenizers.WordHashTokenizer(self.vocab)
@@ -130,8 +137,8 @@ class TaskRequest:
         return loaded
 
     def step_batch(self) -> int:
-        """Return how many items of the global batch a step takes: all, or `--sample` of them.
-        Raises RequestError if that is more than the batch.
+        """Return how many items a training step takes: the global batch, or `--sample` if that was
+        given. Raises RequestError if the sample is larger than the batch.
         """
         if self.sample is not None and self.sample > self.batch:
             raise RequestError(
@@ -142,8 +149,8 @@ class TaskRequest:
 
 
 class TokenizerFacts(ExtensibleModel):
-    """What a record says of the tokenizer: its file name, number of tokens, and the hash of its
-    vocabulary.
+    """What a record says of the tokenizer: its file name ("made" for generated data), number of
+    tokens, and the SHA-256 of its vocabulary.
     """
 
     source: str
@@ -157,8 +164,13 @@ class TokenizerFacts(ExtensibleModel):
 
 
 class DataFacts(ExtensibleModel):
-    """What a record says of the data that were read; a task adds its own counts. `published` says
-    whether they are the published data set; None if the case does not say which that is.
+    """What a record says of the data that were read: name of the source ("made" if generated),
+    number of rows in the whole set, SHA-256 (`fingerprint`) over the data and, unless they are
+    token files, the tokenizer's vocabulary, and facts of the tokenizer; a task adds its own counts
+    as further keys.
+
+    `published` says whether they are the published data set; None if the case does not say which
+    that is.
     """
 
     source: str
@@ -169,7 +181,9 @@ class DataFacts(ExtensibleModel):
 
 
 def fingerprint_parts(tokenizer: Tokenizer, parts: Iterable[str]) -> str:
-    """Return the SHA-256 (hex) of a tokenizer's vocabulary followed by these parts of the data."""
+    """Return the SHA-256 (hex) of a tokenizer's vocabulary hash followed by these texts of the
+    data, with nothing between them.
+    """
     digest = hashlib.sha256(tokenizer.sha256.encode())
     for part in parts:
         digest.update(part.encode())
@@ -177,13 +191,16 @@ def fingerprint_parts(tokenizer: Tokenizer, parts: Iterable[str]) -> str:
 
 
 def is_published(fingerprint: str, published: str | None) -> bool | None:
-    """Return whether data have the published set's fingerprint; None if the case gives none."""
+    """Return whether data have the fingerprint `published` of the published data set; None if the
+    case gives none.
+    """
     return None if published is None else fingerprint == published
 
 
 class EarlyStop(ExtensibleModel):
-    """Why training ended before its last step: `nan` (the loss is not finite), `bound` (the loss,
-    kept in `value`, is above the case's limit) or `target` (an evaluation reached its goal).
+    """Why training ended before its last step, and at which `step`: `nan` (the loss is not finite),
+    `bound` (the loss, in `value`, is above the case's limit) or `target` (an evaluation reached its
+    goal).
     """
 
     step: int
@@ -194,7 +211,7 @@ class EarlyStop(ExtensibleModel):
 @dataclass(frozen=True)
 class PreparedData:
     """What a task's reader returns: inputs for the engine, facts on the data for the record, and
-    outputs that have no passes yet.
+    the task's outputs without passes, to which the ranks' answers are merged later.
     """
 
     inputs: Any  # what the engine's work takes: texts, training rows or a cloze data set
@@ -204,8 +221,9 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class Tally:
-    """How the answers of a pass cover the items in scope: how many items there are, were not
-    answered, were answered more than once, and have answers that are not finite.
+    """How the answers of a pass cover the items in scope: `items` is how many there are, `missing`
+    how many were not answered, `repeated` how many answers came again, `not_finite` how many
+    answers are not finite. Checks of validity read it.
     """
 
     items: int
@@ -216,11 +234,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class Differences:
-    """How two runs' answers to the same items differ.
+    """How two runs' answers to the same items differ in a pass.
 
     `items` were answered by both; the answers to `other` of these differ. `largest` is the largest
-    difference of a number kept for every item (a loss), `tokens` the number of items whose
-    likeliest tokens differ; None if not kept by both runs.
+    difference of a number that is recorded for every item (a loss), `tokens` the number of items
+    whose likeliest tokens differ; None if not recorded by both runs.
     """
 
     items: int
@@ -251,8 +269,8 @@ class Score:
 @dataclass(frozen=True)
 class Breakdown:
     """A table of a record's outputs for the report page, such as accuracy by subject. A cell is
-    text, a count (int), a share (float) or None if unknown. Title and columns are pairs of English
-    and Chinese.
+    text, a count (int), a share from 0 to 1 (float) or None if unknown. Title and columns are pairs
+    of English and Chinese.
     """
 
     title: TextPair  # English and Chinese
@@ -262,8 +280,12 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Task:
-    """One task, as a row of data and functions. Its functions on outputs take an object of the
-    row's own `outputs` type.
+    """One task, as a row of data and functions: `reader` reads data, `check` and `merge` turn the
+    engine's answers into outputs, `score` and `tally` judge a pass of these. Its functions on
+    outputs take an object of the row's own `outputs` type.
+
+    `prepare` calls the reader in a worker, `check_data` looks at a path in the parent, `kind_row`
+    is its kind of work.
     """
 
     name: str  # its folder's name, which users write too
@@ -305,15 +327,16 @@ class Task:
     data_check: str = ""  # `module:function` that takes a path: see check_data
 
     def prepare(self, request: TaskRequest) -> PreparedData:
-        """Read the task's data and return inputs for the engine; loads the reader's module. Raises
-        RequestError if the data are missing or wrong.
+        """Import the module of the task's `reader` and call it: read or generate the data and
+        return inputs for the engine, facts and empty outputs. Raises RequestError if the data are
+        missing or wrong.
         """
         prepared: PreparedData = plugins.load_reference(self.reader)(request)
         return prepared
 
     def check_data(self, source: Path) -> None:
         """Raise RequestError if a path does not hold this task's data, as far as names and first
-        bytes show; do nothing if the task has no `data_check`. The parent calls it before it starts
+        lines show; do nothing if the task has no `data_check`. The parent calls it before it starts
         processes; a worker later reads all data.
         """
         if self.data_check:

@@ -34,11 +34,12 @@ from steelyard.training.trainer import Trainer
 
 
 class ClozeBatches:
-    """Makes a replica's micro-batches of cloze samples (the loop's `MicroBatchMaker`).
+    """Makes a replica's micro-batches of cloze samples on a torch device (the loop's
+    `MicroBatchMaker`).
 
     `padding` returns how many padding tokens an engine computes for a pack; None: none. With
-    `fills_buckets` micro-batches are padded up to a few sizes (size_buckets.py), unless the largest
-    of the pass has more than `MAX_FILLED_TOKENS` tokens.
+    `fills_buckets` micro-batches are padded up to a few sizes (`buckets`, size_buckets.py), unless
+    the largest of the pass has more than `MAX_FILLED_TOKENS` tokens.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class ClozeBatches:
         self.sizes: dict[RowKey, ClozeSize] = {}
 
     def split_keys(self, keys: list[RowKey], size: int | None = None) -> list[list[RowKey]]:
-        """Return the sample keys of each micro-batch of this replica; those without samples are
-        left out. `size` is the number of samples of a micro-batch; None: from `tune.micro_batch`.
+        """Return the sample keys of each micro-batch of this replica, of the global batch `keys`;
+        micro-batches without samples are left out, so replicas may have different numbers. `size`
+        is the number of samples of a micro-batch; None: at most `tune.micro_batch`, spread evenly.
         """
         key_groups = [
             [key for key in group if key is not None] for group in deal_keys(self.job, keys, size)
@@ -63,8 +65,8 @@ class ClozeBatches:
 
     @cached_property
     def micro_batches(self) -> list[tuple[list[RowKey], ClozeSize]]:
-        """Return keys and size of every micro-batch of this replica in the whole pass; computed
-        once.
+        """Return (sample keys, size) of every micro-batch of this replica in all steps of the run;
+        computed once.
         """
         steps = range(self.job.train.steps if self.job.steps is None else self.job.steps)
         return [
@@ -75,8 +77,9 @@ class ClozeBatches:
 
     @cached_property
     def buckets(self) -> SizeBuckets | None:
-        """Return the buckets that micro-batches are padded to, or None if they are not padded;
-        computed once.
+        """Return the buckets (sizes) that this replica's micro-batches are padded to; None if they
+        are not padded: `fills_buckets` is off, there are none, or the largest has too many tokens.
+        Computed once.
         """
         sizes = [size for _, size in self.micro_batches] if self.fills_buckets else []
         return (
@@ -86,9 +89,9 @@ class ClozeBatches:
         )
 
     def pick_one_per_bucket(self) -> list[list[RowKey]]:
-        """Return the keys of one micro-batch for each bucket of the pass, the one with most tokens
-        first, so that later graphs fit into memory that earlier ones allocated. Empty if
-        micro-batches are not padded.
+        """Return the sample keys of one micro-batch (the first) for each bucket that occurs in the
+        pass, buckets with most tokens first, so that later graphs fit into memory that earlier ones
+        allocated. Empty if micro-batches are not padded.
         """
         first_groups: dict[SizeBucket, list[RowKey]] = {}
         if self.buckets is not None:
@@ -111,15 +114,18 @@ class ClozeBatches:
         ]
 
     def _measure(self, keys: list[RowKey]) -> ClozeSize:
-        """Return the size of these samples in one micro-batch. Sizes of samples are cached."""
+        """Return the size of these samples together in one micro-batch, without padding. Raises
+        ValueError for no samples. Sizes of single samples are cached in `sizes`.
+        """
         for key in keys:
             if key not in self.sizes:
                 self.sizes[key] = measure_sample(self.rows, key)
         return combine_sizes(self.sizes[key] for key in keys)
 
     def pack(self, keys: list[RowKey]) -> FilledPack:
-        """Return the arrays of one micro-batch of training samples, padded to its bucket if there
-        are buckets. `counts["padded"]` says how many tokens are padding.
+        """Return the host arrays of one micro-batch of training samples, padded to its bucket if
+        there are buckets. `counts["padded"]` says how many tokens are padding: those filled in, or
+        else what `padding` returns.
         """
         pack = self.rows.pack(keys, held_out=False)
         if self.buckets is not None:
@@ -130,7 +136,9 @@ class ClozeBatches:
         return FilledPack(pack, None)
 
     def to_device(self, pack: FilledPack) -> ClozeMicroBatch:
-        """Copy a micro-batch to the device."""
+        """Copy a packed micro-batch of cloze samples to the job's device, without waiting, and
+        return its tensors.
+        """
         return send_cloze_batch(pack.pack, self.device, pack.bucket)
 
     def count_targets(self, pack: FilledPack) -> int:
@@ -138,8 +146,8 @@ class ClozeBatches:
         return pack.counts["samples"]
 
     def seed(self, step: int) -> None:
-        """Seed torch's random generators for the dropout of a step, from the question's seed, the
-        step and the replica, so that replicas drop different elements.
+        """Seed torch's random generators, process-wide, for the dropout of a step, from the
+        question's seed, the step and the replica, so that replicas drop different elements.
         """
         seed_text = f"{self.job.case.question.seed}:dropout:{step}:{self.job.place.dp}"
         torch.manual_seed(
@@ -148,11 +156,13 @@ class ClozeBatches:
 
 
 class ClozeAccuracy:
-    """Evaluates which candidate the model scores highest for every held-out query: before and after
-    training, and after every `train.evaluate_every` samples of training.
+    """Evaluates which candidate the model scores highest for every held-out query (the loop's
+    `TrainingEvaluation`): in passes `before` and `after`, and in `train` after every
+    `train.evaluate_every` samples.
 
-    The accuracy is summed over all replicas, so that they stop at the same step. `reached` is set
-    when pass `train` reaches the gate's target.
+    Held-out queries are divided over replicas; hits are summed over all, so that they stop at the
+    same step. `reached` is true when the last evaluation was in pass `train` and reached the gate's
+    target. `evaluations` has those of each pass.
     """
 
     def __init__(self, job: Job, trainer: Trainer) -> None:
@@ -165,8 +175,9 @@ class ClozeAccuracy:
         self.batch_samples = len(self.rows.batch(0))
 
     def is_due(self, steps_taken: int) -> bool:
-        """Return whether to evaluate after so many steps: when another `train.evaluate_every`
-        samples have been trained on, and after the last step of a full run.
+        """Return whether pass `train` evaluates after so many steps: when these have passed another
+        multiple of `train.evaluate_every` samples, and after the last step of a run that is not cut
+        by `job.steps`. Without `evaluate_every` only the latter.
         """
         interval = self.train.evaluate_every
         due = (
@@ -177,13 +188,16 @@ class ClozeAccuracy:
         return due or (self.job.steps is None and steps_taken == self.train.steps)
 
     def count_work_items(self) -> int:
-        """Return the number of this replica's held-out batches: one `Work` item each."""
+        """Return the number of this replica's held-out batches, equal on all replicas: an
+        evaluation yields one `Work` for each.
+        """
         return len(self._divide_held_out())
 
     def work(self, name: str, steps_taken: int) -> Iterator[Phase | Work]:
-        """Yield the marks of one evaluation, one phase `evaluate` and one `Work` per batch, and
-        store its choices for `outputs`. The last batch sums the accuracy over replicas. In pass
-        `train` the `Work` has no counts.
+        """Run one evaluation of pass `name`: yield a phase `evaluate` and a `Work` per batch, and
+        append its choices to `evaluations`. The last batch sums hits over replicas, which all run
+        it together, and sets `reached`. In pass `train`, and for an empty batch, the `Work` has no
+        counts and no rows.
         """
         batches, choices = self._divide_held_out(), []
         for number, keys in enumerate(batches):
@@ -209,9 +223,10 @@ class ClozeAccuracy:
             yield Work(counts, rows=keys if counts else None)
 
     def _record_evaluation(self, name: str, steps_taken: int, choices: list[list[int]]) -> None:
-        """Append an evaluation to those of a pass, and set `reached` if the accuracy over all
-        replicas is at least the target; all replicas must call it. `choices` are pairs of query key
-        and chosen candidate.
+        """Append an evaluation to those of pass `name`, and set `reached` to whether this is pass
+        `train` and the accuracy over all replicas is at least the target (False without one); all
+        replicas must call it together. `choices` are this replica's pairs of query key and chosen
+        candidate, -1 for none.
         """
         hits = sum(
             candidate in self.rows.sample(key, held_out=True).right for key, candidate in choices
@@ -228,8 +243,10 @@ class ClozeAccuracy:
         self.reached = name == "train" and self.target is not None and accuracy >= self.target
 
     def _divide_held_out(self) -> list[list[int]]:
-        """Divide the held-out queries over replicas, and return this replica's in batches of at
-        most `tune.batch_tokens` tokens. All replicas have equally many batches; some may be empty.
+        """Return this replica's held-out query keys in batches. Keys, longest first, are dealt to
+        replicas in turn; a batch ends when the longest of the next round does not fit into
+        `tune.batch_tokens` (a longer one is alone). All replicas have equally many batches, at
+        least one; the last may be empty.
         """
         replica, replicas = self.job.place.dp, self.job.plan.dp
         keys, max_tokens = self.rows.held_out(), self.job.case.tune.batch_tokens
@@ -246,15 +263,16 @@ class ClozeAccuracy:
         return out
 
     def outputs(self, name: str) -> dict[str, Any]:
-        """Return the evaluations of a pass: step, samples trained on so far, and the pairs of query
-        key and chosen candidate of this replica.
+        """Return `evaluations`, a list with those of pass `name`: `step`, `samples` trained on so
+        far, and `choices`, pairs of query key and chosen candidate of this replica (-1: no finite
+        score).
         """
         return {"evaluations": self.evaluations.get(name, [])}
 
 
 def _pick_best_candidates(scores: Tensor) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """Return the index of the highest score of each sample, on the host; -1 where the highest is
-    not finite. Waits for the device.
+    """Return the index of the highest score of each sample, int64 on the host, from scores
+    [samples, candidates]; -1 where the highest is not finite. Waits for the device.
     """
     highest, best = scores.max(1)
     chosen: np.ndarray[Any, np.dtype[np.int64]] = (

@@ -26,10 +26,10 @@ def shard_modules(
     matmul_dtype: torch.dtype,
     stored_dtype: torch.dtype,
 ) -> None:
-    """Apply FSDP2's `fully_shard` to the modules in place, children before their parents, so that
-    each is gathered on its own. Weights stay stored in `stored_dtype` and are gathered in
-    `matmul_dtype`, the dtype of the matmuls. With `sharding` 3 weights are released after the
-    forward pass; gradients are summed, not averaged.
+    """Apply FSDP2's `fully_shard` to the modules in place, in their order, which must be children
+    before parents, so that each is gathered on its own. Weights stay stored in `stored_dtype` and
+    are gathered in `matmul_dtype`; gradients are reduced in `stored_dtype` and summed, not
+    averaged. With `sharding` 3 weights are released after the forward pass.
     """
     policy = (
         MixedPrecisionPolicy(matmul_dtype, stored_dtype)
@@ -45,9 +45,9 @@ def shard_modules(
 
 
 def set_gradient_sync(module: nn.Module, sharding: int, last: bool) -> None:
-    """Set which exchanges FSDP does after the coming backward pass: with `sharding` 1 gradients are
-    reduced after the `last` micro-batch of a step only, with more after every one; with 3 weights
-    are released after every one. Does nothing for a module without FSDP.
+    """Set what an FSDP module does after the coming backward pass: with `sharding` 1 gradients are
+    reduced after the `last` micro-batch of a step only, with more after every one; weights are
+    released after the last one, with 3 after every one. Does nothing for a module without FSDP.
     """
     if isinstance(module, FSDPModule):
         module.set_is_last_backward(last)
@@ -57,7 +57,10 @@ def set_gradient_sync(module: nn.Module, sharding: int, last: bool) -> None:
 
 
 class FsdpPlacement(SingleDevicePlacement):
-    """Replicas that divide the model by FSDP, and exchange inside forward and backward."""
+    """Replicas that divide the model by FSDP (the modules in `model.fsdp_roots`), and exchange
+    weights and gradients inside forward and backward; only losses and counts are summed separately,
+    by collective calls that all replicas make together.
+    """
 
     def __init__(
         self, group: Any, sharding: int, matmul_dtype: torch.dtype, device: torch.device
@@ -78,7 +81,10 @@ class FsdpPlacement(SingleDevicePlacement):
         return [torch.zeros((), dtype=self.loss_dtype, device=self.device)]
 
     def backward(self, model: TrainableModel, micros: list[Any], weigh: WeighLoss) -> None:
-        """Run forward and backward of a step's micro-batches; FSDP reduces gradients in between."""
+        """Run forward and backward of a step's micro-batches; FSDP reduces gradients in between.
+        `weigh` turns a micro-batch's summed loss into the tensor that `backward` is called on. All
+        replicas call it together, with equally many micro-batches.
+        """
         for i, micro in enumerate(micros):
             for root in model.fsdp_roots:
                 set_gradient_sync(root, self.sharding, i == len(micros) - 1)
@@ -89,11 +95,13 @@ class FsdpPlacement(SingleDevicePlacement):
         return self.sum_over_replicas(loss)
 
     def sum_over_replicas(self, count: Tensor) -> Tensor:
-        """Sum a count over replicas in place, and return it."""
+        """Sum a count over replicas in place, and return it; all replicas call it together."""
         dist.all_reduce(count, group=self.group)
         return count
 
     def compute_norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
-        """Return the 2-norm of all gradients of all replicas."""
+        """Return the 2-norm of all gradients of all replicas, a tensor on the device; all replicas
+        call it together. `overflows` is not used.
+        """
         total = compute_total_norm(grads, overflows)
         return total.full_tensor() if isinstance(total, DTensor) else total

@@ -19,7 +19,9 @@ Inputs = TypeVar("Inputs")
 
 
 class ReplayableGraph(Protocol):
-    """Recorded work of a device, such as a CUDA graph."""
+    """Recorded work of a device, such as a CUDA graph; `replay` launches it again. A
+    `GraphRecorder` makes it.
+    """
 
     def replay(self) -> None:
         """Launch the recorded work again."""
@@ -30,8 +32,9 @@ GraphRecorder = Callable[[Callable[[], None]], ReplayableGraph]
 
 
 class _GraphPair(Generic[Inputs]):
-    """The forward and backward graph of one size, with the tensors that they read their inputs from
-    and write their loss to. `recorder` runs `function` while it records.
+    """The forward and backward graph of one size of micro-batch (`forward`, `backward`), with the
+    tensors that they use: `inputs`, a copy that they read, `loss`, which forward writes, and
+    `grad`, the gradient of the loss that backward reads.
     """
 
     def __init__(
@@ -41,15 +44,17 @@ class _GraphPair(Generic[Inputs]):
         loss: Tensor,
         recorder: GraphRecorder,
     ) -> None:
-        """Copy the inputs, and record forward and backward of `function` on the copy. `loss` is an
-        earlier loss, for its dtype and device.
+        """Copy the inputs, and record forward and backward of `function` on the copy by `recorder`,
+        which runs each once. `loss` is an earlier loss, for its dtype, shape and device.
         """
         self.inputs = inputs = deepcopy(inputs)
         self.loss, self.grad = torch.empty_like(loss), torch.zeros_like(loss)
         pending_loss: list[Tensor] = []
 
         def forward() -> None:
-            """Compute the loss from the copied inputs, and copy it to `self.loss`."""
+            """Compute the loss from the copied inputs, copy its value to `self.loss`, and keep it
+            with its autograd graph for `backward`.
+            """
             pending_loss[:] = [function(inputs)]
             self.loss.copy_(pending_loss[0].detach())
 
@@ -61,12 +66,14 @@ class _GraphPair(Generic[Inputs]):
 
 
 class _ReplayFunction(torch.autograd.Function):
-    """The autograd function of a replayed loss: its backward replays the backward graph."""
+    """The autograd function that makes a replayed loss: its forward copies what the forward graph
+    wrote, its backward replays the backward graph.
+    """
 
     @staticmethod
     def forward(context: Any, anchor: Tensor, pair: _GraphPair[Any]) -> Tensor:
-        """Return a copy of the loss that the forward graph has written. `anchor` requires a
-        gradient, so that autograd calls `backward`.
+        """Return a copy of the loss that the forward graph has written; nothing is replayed here.
+        `anchor` is a dummy that requires a gradient, so that autograd calls `backward`.
         """
         context.pair = pair
         return pair.loss.clone()
@@ -74,7 +81,7 @@ class _ReplayFunction(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[None, None]:
         """Copy the gradient of the loss to where the backward graph reads it, and replay that
-        graph.
+        graph, which adds to the parameters' gradients. Returns no gradients.
         """
         context.pair.grad.copy_(grads[0])
         context.pair.backward.replay()
@@ -105,8 +112,9 @@ class ReplayedFunction(Generic[Inputs]):
         self.anchor: Tensor | None = None  # makes autograd call a replay's backward
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        """Return the loss of the inputs: computed for the first of its size, else replayed from
-        graphs, which are recorded when first needed. The inputs are copied into the recorded ones.
+        """Return the loss of a micro-batch: computed for the first of its size (`key`), else
+        replayed from graphs, which the second records. The new inputs are copied into the recorded
+        ones; the loss is a new tensor, whose `backward` replays the backward graph.
         """
         new_tensors, key = self.tensors(inputs), self.key(inputs)
         if key not in self.first_losses:

@@ -12,7 +12,8 @@ from steelyard.training.packing import RowPack, RowPacker
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Training rows on the device, laid end to end. `pick` are the indices of tokens that have a
+    """A micro-batch of training rows on a torch device, laid end to end. `positions` are those in
+    each segment, `layout` says where segments begin, `pick` are the indices of tokens that have a
     target, and `targets` their target tokens.
     """
 
@@ -24,7 +25,9 @@ class MicroBatch:
 
 
 def send_rows(pack: RowPack, length: int, device: torch.device) -> MicroBatch:
-    """Copy packed rows of at most `length` tokens to the device, without waiting for it."""
+    """Return packed rows as a micro-batch on the device, copied without waiting. `length` is the
+    longest that a segment may be; the layout gets it as maximum, so that a compiler sees few sizes.
+    """
     layout = make_fixed_size_layout(pack.segment_lengths, length, device)
     tokens, positions = send_array(pack.tokens, device), send_array(pack.positions, device)
     return MicroBatch(
@@ -34,7 +37,7 @@ def send_rows(pack: RowPack, length: int, device: torch.device) -> MicroBatch:
 
 class RowBatches(RowPacker):
     """Makes a replica's micro-batches of packed rows on a torch device (the loop's
-    `MicroBatchMaker`).
+    `MicroBatchMaker`): a `RowPacker` with `to_device`, which returns a `MicroBatch`.
     """
 
     def to_device(self, pack: RowPack) -> MicroBatch:

@@ -18,8 +18,9 @@ TOKEN_MULTIPLE = 128  # tokens: matmul kernels work in tiles
 
 @dataclass(frozen=True)
 class RowPack:
-    """The rows of a micro-batch as host arrays, laid end to end. `segment_lengths` are the lengths
-    of all segments; `counts` has tokens, samples, padded, logits, pairs and square.
+    """The rows of a micro-batch as host arrays, laid end to end. `positions` begin at 0 in each
+    segment, `segment_lengths` are the lengths of all segments, `targets` the target tokens at
+    `pick`; `counts` has tokens, samples, padded, logits, pairs and square.
     """
 
     tokens: np.ndarray[Any, np.dtype[np.int64]]
@@ -32,7 +33,9 @@ class RowPack:
 
 def pack_rows(rows: list[TrainingRow]) -> RowPack:
     """Return the rows laid end to end, with the positions of tokens in their segments and the
-    counts. Padding is counted as `padded` and in no other count.
+    counts: `logits` are tokens with a target, `pairs` causal query-key pairs inside segments,
+    `square` all pairs. Padding is counted as `padded` and in no other count. Raises ValueError for
+    no rows.
     """
     targets = np.concatenate([row.targets for row in rows])
     pick = np.flatnonzero(targets != IGNORED)
@@ -72,8 +75,8 @@ def make_padding_row(length: int) -> TrainingRow:
 def drop_padding(
     rows: list[TrainingRow], token_multiple: int = TOKEN_MULTIPLE
 ) -> list[TrainingRow]:
-    """Return the rows without their padding, and one more row of padding that makes their tokens
-    together a multiple of `token_multiple`, if they are not. For no rows, return one row of
+    """Return the rows without their padding, and after them one row of padding that makes their
+    tokens together a multiple of `token_multiple`, if they are not. For no rows, return one row of
     `token_multiple` padding tokens.
     """
     cut_rows = [row if row.real == len(row.tokens) else _cut_padding(row) for row in rows]
@@ -89,11 +92,12 @@ def _cut_padding(row: TrainingRow) -> TrainingRow:
 
 
 class RowPacker:
-    """Makes a replica's micro-batches of a task's rows, as host arrays.
+    """Makes a replica's micro-batches of a task's training rows, as host arrays (`RowPack`);
+    subclasses add `to_device` and are the loop's `MicroBatchMaker`.
 
-    With `padded` every row has its full length and missing rows are padding. Otherwise rows are not
-    padded, and only the tokens of a micro-batch are filled up to a multiple of `token_multiple`.
-    Subclasses add `to_device`.
+    With `padded` every row has its full length (`length` tokens) and missing rows are padding.
+    Otherwise rows are not padded, and only the tokens of a micro-batch are filled up to a multiple
+    of `token_multiple`.
     """
 
     def __init__(
@@ -107,12 +111,17 @@ class RowPacker:
         )
 
     def split_keys(self, keys: list[RowKey], size: int | None = None) -> list[list[RowKey]]:
-        """Return the row keys of this replica's micro-batches; None is a missing row."""
+        """Return the row keys of this replica's micro-batches, of the global batch `keys`: equally
+        many and equally large on all replicas, None for a missing row. `size` is the number of rows
+        of a micro-batch; None: from `tune.micro_batch`.
+        """
         return deal_keys(self.job, keys, size)
 
     def pack(self, keys: list[RowKey]) -> RowPack:
-        """Return one micro-batch as arrays. A key None becomes a row of padding, or is left out if
-        rows are not padded.
+        """Return one micro-batch as arrays. `keys` are those of rows of `job.inputs`; a key None
+        becomes a row of padding, or is left out if rows are not padded. In that case the rows' own
+        padding is cut too, and only the tokens together are filled up to a multiple of
+        `token_multiple`.
         """
         rows = self.job.inputs
         if self.padded:

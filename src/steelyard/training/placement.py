@@ -22,7 +22,9 @@ WeighLoss = Callable[[Tensor], Tensor]  # turns a summed loss into what `backwar
 
 
 class TrainableModel(ABC):
-    """A model that is trained, as far as this rank holds it. What a micro-batch is, is between a
+    """A model that is trained, as far as this rank holds it: the interface between a `Trainer` and
+    an engine's model. `build` makes it, `compile` chooses what computes, `loss` and `evaluate`
+    compute; `named_parameters` are what this rank updates. What a micro-batch is, is between a
     model and its batches.
     """
 
@@ -68,8 +70,9 @@ class TrainableModel(ABC):
 
 
 class SingleDevicePlacement:
-    """A model on one device. Other placements subclass this one, and override where the ranks of
-    their plan exchange data in a step.
+    """A model on one device: runs backward passes without exchange. Other placements subclass this
+    one, and override where the ranks of their plan exchange data in a step (`backward`, `reduce`,
+    `sum_over_replicas`, `compute_norm`, `send_updates`). A `Trainer` calls it.
     """
 
     # replicas have micro-batches of equal sizes, so that they can exchange data while warming up
@@ -127,8 +130,9 @@ class SingleDevicePlacement:
 
 
 class ReplicatedPlacement(SingleDevicePlacement):
-    """Replicas that each hold the whole model, and may have no samples in a step; one replica is
-    one device. Gradients lie in a few buckets, which are all-reduced once a step.
+    """Replicas that each hold the whole model, one rank each, and may have no samples in a step;
+    also one alone. Gradients lie in a few long tensors (`buckets`), which `reduce` all-reduces over
+    all ranks once a step.
     """
 
     lockstep = False
@@ -139,8 +143,8 @@ class ReplicatedPlacement(SingleDevicePlacement):
         self.buckets: list[Tensor] = []
 
     def attach(self, model: TrainableModel, optimizer: MixedPrecisionAdamW) -> None:
-        """Move all gradients into buckets, and make the optimizer zero them and not drop them. Also
-        initialize its loss scale, which a replica without samples needs too.
+        """Allocate all gradients inside `buckets`, zeroed, and make the optimizer zero them and not
+        drop them. Also initialize its loss scale, which a replica without samples needs too.
         """
         self.buckets = bucket_gradients(optimizer.master)
         # from this call on gradients are zeroed and not dropped
@@ -154,7 +158,7 @@ class ReplicatedPlacement(SingleDevicePlacement):
 
     def reduce(self, loss: Tensor) -> Tensor:
         """Sum the gradient buckets and the loss over replicas in place, wait for that, and return
-        the loss.
+        the loss; one replica returns it at once. All replicas call it together.
         """
         if self.replicas > 1:
             pending = [dist.all_reduce(flat, async_op=True) for flat in (*self.buckets, loss)]
@@ -164,17 +168,19 @@ class ReplicatedPlacement(SingleDevicePlacement):
         return loss
 
     def sum_over_replicas(self, count: Tensor) -> Tensor:
-        """Sum a count over replicas in place, and return it."""
+        """Sum a count over replicas in place, and return it; all replicas call it together. One
+        replica returns it unchanged.
+        """
         if self.replicas > 1:
             dist.all_reduce(count)
         return count
 
 
 def bucket_gradients(parameters: list[Tensor]) -> list[Tensor]:
-    """Allocate zeroed gradients of all parameters as views of a few long tensors (buckets) of at
-    most about `BUCKET_NUMBERS` numbers each, and return the buckets. Replicas can then sum a bucket
-    in one call without copying. Sets each parameter's `grad`; parameters must have one dtype and
-    device.
+    """Allocate zeroed gradients of all parameters as views of a few long tensors (buckets), and
+    return these. A bucket has at most `BUCKET_NUMBERS` numbers, or one larger parameter. Replicas
+    can then sum a bucket in one call without copying. Sets each parameter's `grad`; parameters of
+    one bucket must have one dtype and device. Raises IndexError for no parameters.
     """
     buckets: list[list[Tensor]] = [[]]
     for parameter in parameters:

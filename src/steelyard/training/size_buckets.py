@@ -26,7 +26,8 @@ FILLER_TOKENS = 128  # at most, of a context that is padding
 @dataclass(frozen=True)
 class ClozeSize:
     """How large one or several cloze samples are when computed in one micro-batch: the counts of
-    tokens, logits (tokens of spans), contexts, spans and samples, and the longest rows.
+    tokens, logits (tokens of spans), contexts, spans (one per candidate) and samples, and the
+    longest rows. Used to choose a `SizeBucket`.
     """
 
     tokens: int
@@ -40,8 +41,9 @@ class ClozeSize:
 
 
 def measure_sample(rows: ClozeDataset, key: int) -> ClozeSize:
-    """Return the size of one training sample. In division closed every candidate has a copy of the
-    context; in division open all candidates share one.
+    """Return the size of one training sample, by its key. A candidate's span is its tokens and one
+    more. In division closed every candidate has a copy of the context; in division open all
+    candidates share one.
     """
     sample = rows.sample(key, held_out=False)
     spans = [len(piece) + 1 for piece in sample.candidates]
@@ -85,8 +87,9 @@ def combine_sizes(
 
 @dataclass(frozen=True)
 class SizeBucket:
-    """The size that a micro-batch is padded to. Micro-batches of one bucket have tensors of equal
-    shapes.
+    """The size that a micro-batch of cloze samples is padded to: its tokens, samples, most
+    candidates of a sample, and the capacity of its layout. Micro-batches of one bucket have tensors
+    of equal shapes.
     """
 
     tokens: int
@@ -97,8 +100,8 @@ class SizeBucket:
 
 @dataclass(frozen=True)
 class FilledPack:
-    """The arrays of a micro-batch, and the bucket that they were padded to; `bucket` is None if
-    they were not padded.
+    """The host arrays of a micro-batch of cloze samples (`pack`), and the bucket (size) that they
+    were padded to; `bucket` is None if they were not padded. Made by `ClozeBatches.pack`.
     """
 
     pack: ClozePack
@@ -111,14 +114,15 @@ class FilledPack:
 
 
 class SizeBuckets:
-    """The buckets of all micro-batches of a pass. Buckets differ in their number of tokens and of
-    samples only; their capacity for logits, contexts, spans and candidates is the same.
+    """The buckets of all micro-batches of a pass: `find_bucket` rounds a size up. Buckets differ in
+    their number of tokens (multiples of `token_multiple`) and of samples only; their capacity for
+    logits, contexts, spans and candidates is that of the largest.
     """
 
     def __init__(self, sizes: Iterable[ClozeSize]) -> None:
         """Choose the buckets from the sizes of all micro-batches of the pass: token counts are
-        rounded up to a multiple of 128, doubled until there are at most `MAX_BUCKETS` different
-        buckets.
+        rounded up to a multiple of 128, which is doubled until there are at most `MAX_BUCKETS`
+        different pairs of samples and tokens. Raises ValueError if there are no sizes.
         """
         all_sizes = list(sizes)
         self.token_multiple = TOKEN_MULTIPLE
@@ -147,7 +151,7 @@ class SizeBuckets:
 
 
 def fill_pack(pack: ClozePack, bucket: SizeBucket) -> ClozePack:
-    """Return the pack padded to the bucket: padding tokens (id 0) stand after the contexts, as
+    """Return a new pack padded to the bucket: padding tokens (id 0) stand after the contexts, as
     contexts of at most 128 tokens, and rows of length 0 fill up contexts and spans. Targets and
     candidates are not padded here; `send_cloze_batch` does that.
 

@@ -19,7 +19,10 @@ from steelyard.training.placement import SingleDevicePlacement, TrainableModel
 
 
 class TorchLearner(ABC):
-    """A learner with torch tensors: copies losses to the host, and saves and loads checkpoints."""
+    """The part of a learner that all torch engines share: `fetch` copies losses to the host, `save`
+    and `load` write and load checkpoints of the tensors that a subclass lists (`list_state`) and
+    continues from (`restore`).
+    """
 
     job: Job
 
@@ -36,8 +39,8 @@ class TorchLearner(ABC):
         """
 
     def fetch(self, loss: Tensor) -> float | Callable[[], float]:
-        """Return a loss as a number on a CPU; else start its copy to the host and return a function
-        that waits for it.
+        """Return a loss as a float if it lies on a CPU; else start its copy to the host and return
+        a function that waits for the copy and returns the float.
         """
         if loss.device.type == "cpu":
             return float(loss)
@@ -54,8 +57,9 @@ class TorchLearner(ABC):
         return wait_for_loss
 
     def save(self, folder: Path, state: CheckpointState) -> None:
-        """Write a checkpoint into `folder`; all ranks call it together. Raises OSError if it cannot
-        be written.
+        """Write a checkpoint of this learner's tensors and `state` as `step-N` into `folder`, of
+        which the last two are kept; all ranks call it together. Raises OSError if it cannot be
+        written.
         """
         checkpoint_storage.save_checkpoint(folder, state, self.list_state(), self.job.rank)
 
@@ -69,8 +73,9 @@ class TorchLearner(ABC):
 
 
 class Trainer(TorchLearner):
-    """Trains a model under a placement with `MixedPrecisionAdamW`; the optimizer is created by
-    `prepare`.
+    """Trains a model under a placement with `MixedPrecisionAdamW`: the `Learner` of the training
+    loop for engines torch and transformers. `prepare` builds the model and creates `optimizer`.
+    Ranks exchange data where the placement says.
     """
 
     def __init__(self, job: Job, model: TrainableModel, placement: SingleDevicePlacement) -> None:
@@ -78,8 +83,9 @@ class Trainer(TorchLearner):
         self.device: torch.device = job.device.torch_device
 
     def prepare(self, part: Part) -> None:
-        """Build the model with its weights, create the optimizer, and compile the model. The time
-        of all but compiling is booked as `weights`.
+        """Build the model with its weights, create the optimizer, attach the placement to it, and
+        compile the model. The time of all but compiling is booked as `weights`. Raises RequestError
+        if a checkpoint does not fit.
         """
         precision = self.job.case.question.precision
         with part("weights"):
@@ -93,9 +99,10 @@ class Trainer(TorchLearner):
         self.model.compile(self.optimizer.get_gradient)
 
     def warm_up(self, micro: Any) -> None:
-        """Run evaluation, forward and backward once for a micro-batch, and compile the update, so
-        that nothing is compiled inside a pass. Weights do not change, and gradients are zero
-        afterwards.
+        """Run evaluation, forward and backward once for each variant of a micro-batch, and compile
+        the update, so that nothing is compiled inside a pass. Weights do not change, and gradients
+        are zero afterwards. Ranks exchange data in it only if the placement is in lockstep
+        (micro-batches of equal sizes on all).
         """
         for variant in self.model.list_variants(micro):
             self.evaluate(variant)
@@ -126,13 +133,14 @@ class Trainer(TorchLearner):
 
     def backward(self, micros: list[Any], targets: Tensor) -> Tensor:
         """Run forward and backward of a step's micro-batches, and return this replica's part of the
-        mean loss Σ loss / targets. Ranks exchange data in it unless `exchanges_separately`.
+        mean loss Σ loss / targets, a tensor on the device; `targets` is their number over all
+        replicas. Ranks exchange data in it unless `exchanges_separately` or there is one.
         """
         losses = self.placement.start_losses()
 
         def weigh(nll: Tensor) -> Tensor:
-            """Divide a micro-batch's summed loss by the targets of the step, note it, and return it
-            scaled for `backward`.
+            """Divide a micro-batch's summed loss by the targets of the step, append it to the
+            step's losses, and return it multiplied by the loss scale, for `backward`.
             """
             loss = nll / targets
             losses.append(loss.detach())
@@ -146,15 +154,18 @@ class Trainer(TorchLearner):
         return self.placement.reduce(loss)
 
     def update(self, lr: float) -> Tensor:
-        """Clip, update the weights, send them to ranks that need them, and zero the gradients.
-        Return the gradients' norm before clipping.
+        """Clip, update the weights with this learning rate, start to send them to ranks that need
+        them, and zero the gradients. Return the gradients' norm before clipping, a tensor on the
+        device. In fp16 a step whose gradients overflow changes no weights.
         """
         norm = self.optimizer.step(lr)
         self.placement.send_updates()
         return norm
 
     def sum_over_replicas(self, number: int) -> Tensor:
-        """Return a count of this rank summed over all replicas, on the device."""
+        """Return a count of this rank summed over all replicas, a zero-dimensional fp32 tensor on
+        the device; all ranks call it together.
+        """
         # a copy from the host would wait for the device
         count = torch.full((), float(number), device=self.device)
         return self.placement.sum_over_replicas(count)
@@ -168,13 +179,16 @@ class Trainer(TorchLearner):
         )
 
     def read_scalars(self) -> OptimizerScalars:
-        """Return the optimizer's number of updates and loss scale; equal on all ranks."""
+        """Return the optimizer's number of updates and, in fp16, its loss scale; equal on all
+        ranks. Creates the moments if there are none yet, and waits for the device.
+        """
         self.list_state()  # creates the optimizer's state, from which they are read
         return self.optimizer.read_scalars()
 
     def restore(self, scalars: OptimizerScalars) -> None:
         """Continue from the tensors that `list_state` returned and that have been filled since, and
-        these scalars; updated weights are sent to ranks that need them.
+        these scalars; updated weights are sent to ranks that need them. All ranks call it together.
+        Raises RequestError if fp16 needs a loss scale that the scalars lack.
         """
         self.optimizer.restore(scalars)
         self.placement.send_updates()

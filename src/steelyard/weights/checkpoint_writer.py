@@ -54,9 +54,9 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is made from, whatever the source's format: the model's shape, a function that
-    returns the dtype of each tensor, and iteration and step of the source (`iteration` is None if
-    it has none).
+    """What a plan of a checkpoint's files is made from, whatever the source's format: the model's
+    shape, `dtype_of`, which returns the dtype name of each part that is to be written, and
+    iteration (None if it has none) and step of the source.
     """
 
     shape: LlamaShape
@@ -67,8 +67,10 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file that is to be written. `write` is called with its path, this object, a function that
-    makes a tensor's values, and one that is called after each written tensor.
+    """A file with tensors that is to be written; `name` is relative to the target folder.
+
+    `write` is called with its path, this object, a function that makes a planned tensor's values,
+    and one that is called after each written tensor.
     """
 
     name: str
@@ -102,10 +104,12 @@ def _to_json_bytes(value: Any) -> bytes:
 
 
 def plan_hf(request: PlanRequest, tp: int) -> FilePlan:
-    """Plan a Hugging Face folder: safetensors files of at most `MAX_FILE_BYTES` (more only for a
-    single larger tensor), an index if there are several, and config.json. `tp` is ignored.
+    """Plan a Hugging Face folder: safetensors files of at most `MAX_FILE_BYTES` of tensors each
+    (more only for a single larger one), an index if there are several, and config.json, whose dtype
+    is that of most bytes. Nothing is written. `tp` is ignored.
 
-    Where the model type has a bias of the output projection, a zero one is written.
+    Where the shape has QKV biases and its model type then has one of the output projection, a zero
+    one is added. Raise RequestError as `request.dtype_of` does.
     """
     shape = request.shape
     parts = dict(hf_checkpoint.map_hf_tensors(shape))
@@ -145,7 +149,7 @@ def plan_hf(request: PlanRequest, tp: int) -> FilePlan:
 
 
 def _find_most_used_dtype(files: tuple[PlannedFile, ...]) -> str:
-    """Return the dtype name of most of the bytes."""
+    """Return the name of the dtype that most bytes of the files' tensors have, such as `BF16`."""
     bytes_by_dtype = Counter[str]()
     for planned in (planned for file in files for planned in file.tensors):
         bytes_by_dtype[planned.dtype] += planned.nbytes
@@ -153,10 +157,12 @@ def _find_most_used_dtype(files: tuple[PlannedFile, ...]) -> str:
 
 
 def plan_megatron(request: PlanRequest, tp: int) -> FilePlan:
-    """Plan a Megatron checkpoint of `tp` shards in a folder `release` or `iter_NNNNNNN`, with the
-    vocabulary padded as Megatron does, and the tracker file that names it.
+    """Plan a Megatron checkpoint of `tp` shards in a folder `iter_NNNNNNN`, or `release` if the
+    source has no iteration, with the vocabulary padded as Megatron does, and the tracker file that
+    names it. Nothing is written.
 
-    Raise RequestError if the shape has a feature that is not written in this format.
+    Raise RequestError if the shape has a feature that is not written in this format, or as
+    `request.dtype_of` does.
     """
     shape = request.shape
     megatron_args.check_shape_supported(shape)
@@ -202,8 +208,9 @@ def _write_values(file: BinaryIO, tensor: Tensor) -> None:
 def _write_safetensors(
     path: Path, file: PlannedFile, make_tensor: MakeTensor, on_written: OnWritten
 ) -> None:
-    """Write a safetensors file, header first, then one tensor at a time, and sync it to disk.
-    `on_written` is called after each tensor.
+    """Write a safetensors file to `path`, header first, then one tensor at a time as `make_tensor`
+    returns it, and sync it to disk. `on_written` is called after each tensor. Raise OSError if it
+    cannot be written.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -232,11 +239,11 @@ def _write_shard(
     make_tensor: MakeTensor,
     on_written: OnWritten,
 ) -> None:
-    """Write a Megatron shard as torch.save does, one tensor at a time, and sync it to disk.
+    """Write a Megatron shard to `path` as torch.save does, one tensor at a time, and sync it to
+    disk; `on_written` is called after each.
 
     The file is first laid out with tensors without values, then each tensor is written at its
-    offset. `extras` are the entries besides the model. Raise OSError if torch cannot write the
-    file.
+    offset. `extras` are the entries besides `model`. Raise OSError if the file cannot be written.
     """
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
         empty = {p.name: torch.empty(p.part.shape, dtype=DTYPES[p.dtype]) for p in file.tensors}
@@ -261,8 +268,8 @@ def _write_shard(
 
 
 def _nest_names(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return tensors in nested dicts as Megatron's older files have them: names in the layer stack
-    are one key below it, all others are split at each dot.
+    """Return tensors (by dotted name) in nested dicts as Megatron's older files have them: below
+    `encoder` the rest of the name is one key, all other names are split at each dot.
     """
     nested: dict[str, Any] = {}
     stack = STACK_PREFIXES[0]

@@ -22,8 +22,9 @@ SLIDING_LAYER = "sliding_attention"
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key of config.json, the field of the model that it tells, and `default`: a function of the
-    config and the fields known so far that returns what transformers takes if the key is absent.
+    """A key of config.json, the field of LlamaModel that it tells, and `default`: a function of the
+    config and the fields known so far that returns what transformers takes if the key is absent, or
+    None if it has no default.
     """
 
     key: str
@@ -74,16 +75,17 @@ def _find_no_window(config: Config, fields: ModelFields) -> None:
 
 
 def _find_mistral_window(config: Config, fields: ModelFields) -> int | None:
-    """Return the sliding window of all layers as Mistral's config gives it: 4096 if the key is
-    absent, None if it is null.
+    """Return the sliding window, in tokens, of all layers of a Mistral: 4096 if the key is absent
+    from its config, None (no window) if it is null.
     """
     window: int | None = config.get("sliding_window", 4096)
     return window
 
 
 def count_sliding_layers(config: Config, layers: Any) -> int:
-    """Return how many layers of a Qwen have a sliding window, given the number of layers; 0 if that
-    is not an integer, or windows are switched off.
+    """Return how many of a Qwen's `layers` have a sliding window: those that `layer_types` marks,
+    else those from `max_window_layers` (28 if absent) on. 0 if windows are switched off or null, or
+    `layers` is not an integer.
     """
     if (
         not config.get("use_sliding_window")
@@ -99,14 +101,17 @@ def count_sliding_layers(config: Config, layers: Any) -> int:
 
 
 def _find_qwen_window(config: Config, fields: ModelFields) -> int | None:
-    """Return the sliding window of a Qwen if any layer has one, else None."""
+    """Return the sliding window, in tokens, of a Qwen if any of its layers has one (4096 if the key
+    is absent), else None.
+    """
     window: int | None = config.get("sliding_window", 4096)
     return window if count_sliding_layers(config, fields["layers"]) else None
 
 
 def has_mixed_windows(config: Config, fields: ModelFields) -> bool:
-    """Return whether some layers have a sliding window and others none, and the window is shorter
-    than the longest row, so that it would matter.
+    """Return whether some layers of a Qwen have a sliding window and others none, and the window is
+    shorter than the model's positions, so that it matters. False for configs without
+    `use_sliding_window`. `fields` are those of LlamaModel.
     """
     layers, window, positions = fields["layers"], fields.get("window"), fields.get("positions")
     if (
@@ -120,12 +125,13 @@ def has_mixed_windows(config: Config, fields: ModelFields) -> bool:
 
 @dataclass(frozen=True)
 class HfFamily:
-    """A model type of transformers. `keys` tell its fields, `fixed_fields` are those that follow
-    from the type alone; `positions` is the default number of positions; `window` returns the
-    sliding window from config and fields.
+    """A model type of transformers that our own Llama computes. `keys` tell its fields,
+    `fixed_fields` are those that follow from the type alone; `positions` is the default number of
+    positions; `window` returns the sliding window from config and fields, None for none.
 
     For writing: `can_write` is whether this type can express a shape (the last row that can is
-    taken), `extra_config` returns the keys that only this type has.
+    taken), `extra_config` returns the keys that only this type has; `out_bias` is whether a QKV
+    bias comes with one of the output projection.
     """
 
     model_type: str
@@ -236,9 +242,11 @@ SCALING_KEYS = {
 
 
 def parse_rope_scaling(kind: str, rope_object: Config, config: Config) -> dict[str, Any]:
-    """Return scaled rotary positions of a kind in a case's form, from their object in config.json
-    and the whole config. Numbers that are not told are None; original positions default to the
-    model's, as in transformers.
+    """Return scaled rotary positions in a case's form, a dict of `kind` and its numbers, from their
+    object in config.json and the whole config.
+
+    `kind` is one of `SCALING_KEYS`. Numbers that are not told are None; original positions default
+    to the model's, as in transformers. Nothing is checked.
     """
     # The newer place of the original positions comes first; if both are absent, transformers takes
     # the model's positions.
@@ -265,7 +273,9 @@ def _format_rope_scaling(scaling: LinearRope | Llama3Rope) -> dict[str, Any]:
 
 
 def make_hf_config(shape: Any) -> dict[str, Any]:
-    """Return the content of config.json for a shape, without its dtype."""
+    """Return the content of config.json for a shape, in the model type that `choose_written_family`
+    takes, without its dtype.
+    """
     row, scaling = choose_written_family(shape), shape.rope_scaling
     rope_config = None if scaling is None else _format_rope_scaling(scaling)
     return {

@@ -20,9 +20,12 @@ DTYPE_LABELS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint as its files describe it. `size_bytes` is the size of the files; `dtype` lists
-    all dtypes with the most frequent first, such as `bf16+fp32`; `shape` are the model's
-    dimensions, None where the files do not tell; `notes` include why it cannot be used as it is.
+    """A checkpoint as its files describe it, for `weights inspect`. `tp` is the number of
+    tensor-parallel shards; `size_bytes` is the size of the files; `dtype` lists all dtypes, the one
+    of most parameters first, such as `bf16+fp32`.
+
+    `shape` are the model's dimensions, None where the files do not tell, without features that a
+    plain Llama lacks; `notes` include why it cannot be used as it is.
     """
 
     layout: str  # the format; `--json` calls it layout
@@ -38,7 +41,8 @@ class Inspection:
 
 
 def inspect_checkpoint(folder: Path) -> Inspection:
-    """Read the headers of a folder's checkpoint and describe it.
+    """Read the headers of a folder's checkpoint, of any family and format, and describe it; no
+    values are read.
 
     An incomplete model is not refused: the problem becomes a note, and the parameters are then
     counted from the tensors that are there. Raise RequestError if the folder cannot be opened as a

@@ -31,12 +31,12 @@ def build_llama_with_weights(
     progress: ByteProgress | None = None,
 ) -> tuple[Llama, dict[str, Any]]:
     """Build a Llama shard on a device, fill it with weights, and return it with where they came
-    from, for the record.
+    from, for the record: `describe_llama_source`, or `source` "random" and the seed.
 
     Weights are loaded from `folder`, or random from `seed` if that is None: the same for every
     engine and number of shards. `sum_over_shards` is the all-reduce that the tensor-parallel layers
-    call. `progress` is called while a checkpoint is loaded, with the bytes copied and in all. Raise
-    RequestError if the checkpoint is not of this model.
+    will call. `progress` is called while a checkpoint is loaded, with the bytes copied and in all.
+    Raise RequestError if the checkpoint is not of this model.
     """
     model = llama_weights.build_llama(shape, device, dtype, shard)
     if folder is None:

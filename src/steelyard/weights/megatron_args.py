@@ -58,7 +58,10 @@ _WRITTEN_NAMES |= {ours: STACK_PREFIXES[0] + name for name, ours in reversed(STA
 
 
 def to_our_name(name: str) -> str | None:
-    """Return our name of a Megatron parameter, or None if our model has no such parameter."""
+    """Return our name of a Megatron parameter (older and newer names of Megatron are known, with or
+    without `language_model.`), or None if a Llama has no such parameter. Biases that our model
+    lacks have a name too, such as `layers.0.out.bias`.
+    """
     below_root = name.removeprefix(NAME_ROOT)
     for stack in STACK_PREFIXES:
         if below_root.startswith(stack):
@@ -71,8 +74,9 @@ def to_our_name(name: str) -> str | None:
 
 
 def to_megatron_name(parameter: str) -> str:
-    """Return the name with which a parameter is written to a Megatron shard, without the leading
-    `language_model.`.
+    """Return the name with which one of our parameters is written to a Megatron shard: Megatron's
+    older name, without the leading `language_model.`. Raise KeyError or ValueError for a name that
+    no Llama of ours has.
     """
     if parameter in _WRITTEN_NAMES:
         return _WRITTEN_NAMES[parameter]
@@ -87,9 +91,9 @@ SHARD_RANK_KEY = "tensor_model_parallel_rank"  # index of the shard; we write it
 
 @dataclass(frozen=True)
 class MegatronArgument:
-    """A training argument of Megatron: its names, of which the first that is set counts, the field
-    of the shape that it must equal, and the value that older versions without it used (`default`;
-    None if unknown).
+    """A training argument of Megatron that tells a field of LlamaShape: its possible names (`keys`,
+    of which the first that is set counts), the field, and the value that versions without the
+    argument used (`default`; None if unknown).
     """
 
     keys: tuple[str, ...]
@@ -97,8 +101,8 @@ class MegatronArgument:
     default: Any = None  # of versions without the argument; None: unknown
 
     def find_value(self, args: MegatronArgs) -> tuple[str, Any]:
-        """Return the name and value of the argument; the first name with the default if it is not
-        set, and None as value if there are no arguments at all.
+        """Return the name and the value of this argument in a checkpoint's `args`. If it is not
+        set: its first name with the default, or with None if `args` is empty.
         """
         set_values = [(key, args[key]) for key in self.keys if args.get(key) is not None]
         return set_values[0] if set_values else (self.keys[0], self.default if args else None)
@@ -147,8 +151,9 @@ _PLAIN_TYPES = str | int | float | None
 
 
 def to_plain_args(args: Any) -> MegatronArgs:
-    """Return the arguments of an unpickled Namespace as a dict of numbers, strings, None and lists
-    or tuples of these. Everything else in it is dropped; an empty dict if it is no Namespace.
+    """Return the arguments of a Megatron checkpoint by name, from the `Stub` of a Namespace or a
+    dict. Only numbers, strings, None, and lists or tuples of these are taken over; an empty dict if
+    `args` is neither.
     """
     state = args.state if isinstance(args, Stub) else args
     if not isinstance(state, dict):
@@ -164,8 +169,9 @@ def to_plain_args(args: Any) -> MegatronArgs:
 
 
 def _find_kv_heads(args: MegatronArgs) -> tuple[str, Any]:
-    """Return the argument that tells the number of KV heads, and its value: the number of heads
-    unless attention is grouped.
+    """Return a pair: what tells the number of KV heads, as text for messages, and its value:
+    `num_query_groups` if attention is grouped, else the number of attention heads; None if that is
+    not set.
     """
     if args.get("group_query_attention") is True:
         return "num_query_groups", args.get("num_query_groups")
@@ -173,16 +179,20 @@ def _find_kv_heads(args: MegatronArgs) -> tuple[str, Any]:
 
 
 def _find_tied(args: MegatronArgs) -> tuple[str, Any]:
-    """Return the argument that tells whether the output is tied to the embedding, and its value;
-    None if it is not set.
+    """Return a pair: what tells whether the output is tied to the embedding, as text for messages,
+    and its value, the negation of the argument; None if that is not set.
     """
     untied = args.get("untie_embeddings_and_output_weights")
     return "not untie_embeddings_and_output_weights", None if untied is None else not untied
 
 
 def check_args(path: Path, args: MegatronArgs, shape: LlamaShape, tp: int) -> None:
-    """Raise RequestError if arguments differ from a model's shape or from what our own Llama
-    computes, or are of another number of shards than `tp`. Arguments that are absent pass.
+    """Raise RequestError if a checkpoint's arguments differ from a model's shape, have values that
+    our Llama does not compute (`SUPPORTED_ARGS`), or tell of another number of tensor-parallel
+    shards than `tp`. `path` is for the message.
+
+    Arguments that are absent or None pass, but those with a default of older versions are compared
+    by it. Positions are not compared.
     """
     argument_values = [(argument.field, argument.find_value(args)) for argument in ARGUMENTS]
     for field, (key, value) in (
@@ -202,8 +212,8 @@ def check_args(path: Path, args: MegatronArgs, shape: LlamaShape, tp: int) -> No
 
 
 def check_shape_supported(shape: LlamaShape) -> None:
-    """Raise RequestError if a shape has QK norms, a sliding window or scaled rotary positions,
-    which are neither read nor written in this format.
+    """Raise RequestError if a shape has QK norms, a sliding window or scaled rotary positions:
+    checkpoints of Megatron with these are neither read nor written here.
     """
     for field in ("qk_norm", "window", "rope_scaling"):
         if getattr(shape, field):
@@ -216,8 +226,13 @@ def check_shape_supported(shape: LlamaShape) -> None:
 def derive_shape_fields(
     args: MegatronArgs, shapes: dict[str, tuple[int, ...]], tp: int
 ) -> dict[str, Any]:
-    """Return the fields of a shape from the arguments, and where these say nothing from the shapes
-    of the tensors in one of `tp` shards, by our names; None for what neither tells.
+    """Return values by field of LlamaShape from Megatron's arguments, and where these say nothing
+    from `shapes`, those of the tensors in one of `tp` shards by our names; None for what neither
+    tells. Types are not checked.
+
+    From tensors come layers, hidden, ffn, and whether there are QKV biases and a tied output;
+    `head_dim` defaults to hidden / heads; `qk_norm` is always False; `window` and `rope_scaling`
+    are not in it.
     """
     shape_fields = {
         argument.field: argument.find_value(args)[1]
@@ -249,8 +264,10 @@ def derive_shape_fields(
 
 
 def make_args(shape: LlamaShape, shard: Shard, rows: int, dtype: str) -> MegatronArgs:
-    """Return the arguments that are written with a shard. `rows` is the number of vocabulary rows
-    per shard, padding included.
+    """Return the training arguments that are written with a shard, by Megatron's names: the model's
+    dimensions, fixed settings of a Llama, and number and index of the tensor-parallel shard. `rows`
+    is the number of vocabulary rows per shard, padding included; `dtype` (such as `BF16`) sets
+    `bf16` or `fp16`.
     """
     tp = shard.count
     return {

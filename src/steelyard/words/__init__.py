@@ -51,25 +51,29 @@ WORDINGS = (1, 2, 3)
 
 @dataclass(frozen=True)
 class PageWords:
-    """The shipped texts in the language of one page."""
+    """The shipped texts in the language of one page. Builders call it as `say(code, *values)`;
+    `get_or_fallback` and `get_meaning` are for codes that may lack a text, and for metrics and
+    settings.
+    """
 
     lang: Lang
 
     def __call__(self, code: str, *values: str) -> str:
-        """Return the text of a shipped code with `values` in its numbered placeholders. Raise
-        KeyError for an unknown code.
+        """Return the shipped text of a code in the page's language, with `values` in its numbered
+        placeholders ({0}, {1}, …). Raises KeyError for an unknown code, and IndexError if a value
+        is missing.
         """
         return SHIPPED_TEXTS[code].in_language(self.lang).format(*values)
 
     def get_or_fallback(self, code: str, fallback: str) -> str:
-        """Return the text of a code if it is a shipped one, else `fallback`: the bare name that a
-        record uses.
+        """Return the text of a code in the page's language if it is a shipped one, else `fallback`,
+        such as the bare name that a record uses. The text must have no placeholders.
         """
         return self(code) if code in SHIPPED_TEXTS else fallback
 
     def get_meaning(self, code: str) -> Meaning:
-        """Return what a metric, score or setting is called and what it means, in this language.
-        Raise KeyError for an unknown code.
+        """Return (name, meaning) of a metric, score or setting in the page's language. Raises
+        KeyError for an unknown code.
         """
         return get_meanings(code)[LANGS.index(self.lang)]
 
@@ -89,23 +93,27 @@ def get_meanings(code: str) -> tuple[Meaning, Meaning]:
 
 
 def load_texts() -> dict[str, Text]:
-    """Return all texts by their code: the shipped ones, and those of installed packages, which are
-    imported. Raise RequestError if a package's text cannot be loaded or repeats a code.
+    """Return all texts by their code: the shipped ones first, then those of installed packages
+    (entry points `steelyard.words`), which are imported. Raises RequestError if a package's text
+    cannot be loaded, is no `Text` or repeats a code.
     """
     return plugins.load_rows_by_name(list(SHIPPED_TEXTS.values()), ENTRY_POINT_GROUP, Text, "text")
 
 
 def _find_text(code: str) -> Text | None:
-    """Return the text of a code, shipped or of an installed package, or None."""
+    """Return the text of a code, or None; texts of installed packages are loaded only for a code
+    that is not shipped (RequestError if that fails).
+    """
     return SHIPPED_TEXTS.get(code) or load_texts().get(code)
 
 
 def render_text(message: Message | str, lang: Lang = "en", wording: int = WORDINGS[-1]) -> str:
-    """Render a message as a sentence; a sentence, as older records store it, is returned as it is.
+    """Render a message, and the messages inside it, as a sentence; a sentence, as older records
+    store it, is returned as it is.
 
-    `wording` 1 takes the English of older records for codes whose text has changed since. If no
-    template fits (its package is not installed, or the record was changed by hand), the code and
-    the values are returned, separated by spaces.
+    `wording` 1 takes the English of older records, in any language, for codes whose text has
+    changed since. If no template fits (its package is not installed, or the record was changed by
+    hand), the code and the values are returned, separated by spaces.
     """
     if isinstance(message, str):
         return message
@@ -125,8 +133,9 @@ def render_in_english(message: Message | str | None) -> str | None:
 
 
 def _render_value(value: MessageValue, lang: Lang, wording: int) -> Any:
-    """Return a message's value as its template takes it: messages are rendered, tuples become a
-    list in one text, and all else stays as it is.
+    """Return a message's value as its template takes it: a message is rendered, a tuple becomes one
+    text of its rendered items joined as a list in the language, and all else stays as it is,
+    numbers too.
     """
     if isinstance(value, Message):
         return render_text(value, lang, wording)
@@ -144,8 +153,8 @@ def to_stored_form(message: Message, wording: int | None) -> Message | str: ...
 @overload
 def to_stored_form(message: Message | None, wording: int | None) -> Message | str | None: ...
 def to_stored_form(message: Message | None, wording: int | None) -> Message | str | None:
-    """Return a message in the form in which a record of this wording stores it: for 3 a message
-    with storable values, for 1, 2 and None (which is 1) an English sentence. None stays None.
+    """Return a message in the form in which a record of this wording stores it: for 3 a copy with
+    storable values, for 1, 2 and None (which is 1) an English sentence. None stays None.
     """
     if message is None or wording == WORDINGS[-1]:
         return message and make_storable(message)
@@ -153,9 +162,10 @@ def to_stored_form(message: Message | None, wording: int | None) -> Message | st
 
 
 def make_storable(message: Message) -> Message:
-    """Return a copy of a message whose values can be written to JSON. Any other value, such as NaN,
-    infinity or wrong data from a damaged rank file, becomes its `str`; nested messages are copied
-    the same way.
+    """Return a copy of a message whose values can be written to JSON: text, integers, finite floats
+    and tuples are unchanged, nested messages are copied the same way, and any other value, such as
+    NaN, infinity or wrong data from a damaged rank file, becomes its `str`. Items of tuples are not
+    looked at.
     """
     return Message(
         message.code, {name: _make_value_storable(value) for name, value in message.values.items()}
@@ -163,7 +173,10 @@ def make_storable(message: Message) -> Message:
 
 
 def _make_value_storable(value: MessageValue) -> MessageValue:
-    """Return a message's value if JSON can hold it, else its `str`."""
+    """Return a message's value if it is text, an integer, a finite float or a tuple, whose items
+    are not looked at; a nested message is copied by `make_storable`, and anything else becomes its
+    `str`.
+    """
     if isinstance(value, Message):
         return make_storable(value)
     is_plain = isinstance(value, str | int | tuple) or (
@@ -173,8 +186,8 @@ def _make_value_storable(value: MessageValue) -> MessageValue:
 
 
 def are_all_among(messages: Iterable[Message | str], candidates: Collection[Message | str]) -> bool:
-    """Return whether each of `messages` equals one of `candidates`. Floats are equal within a
-    relative 1e-9; all else must be the same.
+    """Return whether each of `messages` equals one of `candidates`, in any order; True if there are
+    none. Floats are equal within a relative 1e-9; all else must be the same.
     """
     return all(
         any(_are_equal(message, candidate) for candidate in candidates) for message in messages
@@ -182,8 +195,8 @@ def are_all_among(messages: Iterable[Message | str], candidates: Collection[Mess
 
 
 def _are_equal(one: MessageValue, other: MessageValue) -> bool:
-    """Compare two values of messages: nested messages and tuples part by part, floats within a
-    relative 1e-9.
+    """Return whether two values of messages are equal: nested messages and tuples part by part, two
+    floats within a relative 1e-9, all else by `==`.
     """
     if isinstance(one, Message) and isinstance(other, Message):
         names = one.values.keys()
@@ -200,8 +213,9 @@ def _are_equal(one: MessageValue, other: MessageValue) -> bool:
 
 
 def join_messages(*messages: Message | None) -> Message | None:
-    """Join messages to one, in their order, leaving out None: None if nothing is left, and a single
-    message as it is.
+    """Join messages to one, in their order, leaving out None: None if nothing is left, a single
+    message as it is, several as nested messages of code `both` with the values `first` and
+    `second`.
     """
     present = [message for message in messages if message is not None]
     joined = present[0] if present else None
@@ -212,15 +226,15 @@ def join_messages(*messages: Message | None) -> Message | None:
 
 def name_items(noun: str) -> Message | str:
     """Return what a task calls its items, in the plural: a message if there is a text `items.NOUN`,
-    else the noun with an `s`.
+    else the noun with an `s`. Texts of installed packages are looked up too.
     """
     code = f"items.{noun}"
     return Message(code) if _find_text(code) is not None else f"{noun}s"
 
 
 def translate_unit(name: str, lang: Lang) -> str:
-    """Return the name of a unit in a language; the name in the record for English, and where no
-    text `unit.NAME` exists.
+    """Return the name of a unit in a language, from the text `unit.NAME` (shipped or of an
+    installed package); the name as it is for English, and where there is no such text.
     """
     translation = _find_text(f"unit.{name}") if lang != "en" else None
     return name if translation is None else translation.in_language(lang)
@@ -228,7 +242,7 @@ def translate_unit(name: str, lang: Lang) -> str:
 
 def translate_case_text(english_text: str, lang: Lang) -> str:
     """Return a text of a shipped case (title, description, source or note of a published row) in a
-    language. Texts that have no translation, such as those of a user's own case file, are returned
-    as they are.
+    language. For English, and for a text without a translation, such as that of a user's own case
+    file, it is returned as it is.
     """
     return chinese.CASES.get(english_text, english_text) if lang == "zh" else english_text

@@ -40,5 +40,7 @@ class Text:
     zh: str
 
     def in_language(self, lang: Lang) -> str:
-        """Return the template in a language."""
+        """Return the template of this code in a language: the Chinese one for `zh`, else the
+        English one.
+        """
         return self.zh if lang == "zh" else self.en

@@ -16,14 +16,18 @@ from steelyard.engines.flagscale.log_lines import ProgramError
 LINE_BYTES = 64 << 10
 GRACE_S = 10.0  # for a launcher to end its ranks
 EXIT_S = 60.0  # for ranks to take down what they set up, after the last iteration
-# the last one is shown: a launcher says much after it
+# the last such line is shown: a launcher prints much after it
 ERROR_LINE = re.compile(r"\w(?:Error|Exception): \S")
 MAX_ERROR_CHARS = 500
 OUT_OF_MEMORY_TEXTS = ("OutOfMemoryError", "out of memory")
 
 
 class ExternalProgram:
-    """A child process, started on construction, with stderr joined to stdout."""
+    """A child process, started on construction with stderr joined to stdout. `lines` yields its
+    output and copies it to this process's stderr, `finish` waits for it, `end` ends it with all its
+    descendants, and `explain_early_end` makes the exception if it ended too soon. If this process
+    dies, the node agent ends the program.
+    """
 
     def __init__(self, command: ProgramCommand) -> None:
         # It carries the run's mark in its environment, and is a child: whatever becomes of this
@@ -40,8 +44,9 @@ class ExternalProgram:
         self._last_line = self._error_line = ""
 
     def lines(self) -> Iterator[str]:
-        """Yield the program's output lines as they arrive, until it closes its output. Each is also
-        written to this process's stderr, the end of which a record keeps of a failure.
+        """Yield the program's output lines as they arrive, without newline, until it closes its
+        output; a line of more than 64 KiB comes in pieces. Each is also written to this process's
+        stderr, the end of which a record keeps of a failure.
         """
         out = self._process.stdout
         while out is not None and (raw := out.readline(LINE_BYTES)):
@@ -49,8 +54,9 @@ class ExternalProgram:
             yield raw.decode("utf-8", "replace").rstrip("\n")
 
     def _forward_line(self, raw: bytes) -> None:
-        """Copy a line to stderr, and remember the last line, the last error line, and whether one
-        reports that memory ran out.
+        """Copy an output line to this process's stderr, and remember the last line that is not
+        empty, the last that names an error (`...Error: ...`), and whether one reports that memory
+        ran out.
         """
         os.write(2, raw)
         text = raw.decode("utf-8", "replace").strip()
@@ -61,10 +67,11 @@ class ExternalProgram:
         self._error_line = text if ERROR_LINE.search(text) else self._error_line
 
     def explain_early_end(self, moment: str) -> Exception:
-        """Return, without raising it, the exception for a program that ended before its work was
-        done, after ending what is left of it. MemoryError if it reported that memory ran out, else
-        ProgramError with its exit code and last error line. `moment` is a phrase for the text, such
-        as "after 3 of 20 iterations".
+        """Wait up to 10 s for the program to exit, end what is left of it, and return, without
+        raising it, the exception for a program that ended before its work was done: MemoryError if
+        it reported that memory ran out, else ProgramError; the text has its exit code and last
+        error line, or last line. `moment` is a phrase for the text, such as "after 3 of 20
+        iterations".
         """
         code = self._wait(GRACE_S)
         self.end()
@@ -75,8 +82,8 @@ class ExternalProgram:
         return MemoryError(text) if self._out_of_memory else ProgramError(text)
 
     def finish(self) -> int | None:
-        """Wait up to 60 s for the program to exit by itself, and return its exit code. If it does
-        not, end it and return None.
+        """Wait up to 60 s for the program to exit by itself, dropping its remaining output, and
+        return its exit code. If it does not, end it and return None.
         """
         with suppress(subprocess.TimeoutExpired):
             self._process.communicate(timeout=EXIT_S)
@@ -86,7 +93,8 @@ class ExternalProgram:
 
     def end(self) -> None:
         """End the program and all processes it started: SIGTERM, so that a launcher can end its
-        ranks, then SIGKILL after 10 s; remaining descendants are killed.
+        ranks, then SIGKILL after 10 s; descendants that remain are killed. Harmless if it has
+        exited.
         """
         descendants: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):

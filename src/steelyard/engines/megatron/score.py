@@ -27,8 +27,9 @@ Inputs = tuple[Tensor, Tensor, PackedLayout]
 
 
 class MegatronScore(ScoringLoop):
-    """The engine for both kinds of scoring work: the common scoring loop over packed batches with a
-    `MegatronScorer`.
+    """The engine for works `score_choices` and `score_texts`: the common scoring loop over packed
+    batches with a `MegatronScorer`. Constructing it initializes Megatron's process groups, and
+    raises RequestError for what the engine cannot do, such as padded batches.
     """
 
     def __init__(self, job: Job) -> None:
@@ -37,8 +38,9 @@ class MegatronScore(ScoringLoop):
 
 
 class MegatronScorer(Scorer):
-    """Megatron's Llama on one rank, as the scoring loop uses it. Constructing it initializes
-    Megatron's process groups, and raises RequestError for what the engine cannot do.
+    """Megatron's Llama on one rank, as the scoring loop uses it (`Scorer`): `load` builds it,
+    `hidden` and `logits` compute. It has no compiled form. Constructing it initializes Megatron's
+    process groups, and raises RequestError for what the engine cannot do.
     """
 
     model: MegatronLlama
@@ -51,8 +53,9 @@ class MegatronScorer(Scorer):
         config.initialize_process_groups(job)
 
     def load(self) -> dict[str, Any]:
-        """Build this rank's shard with its weights and return their source, for the record. The
-        model's forward ends with the last norm.
+        """Build this rank's shard of the model with its weights, without gradients, set `model`,
+        and return the weights' source for the record. Its forward ends with the last norm: logits
+        are computed for picked tokens alone. Raises RequestError if the checkpoint does not fit.
         """
         shape = llama_weights.get_llama_shape(self.job.case.question.model)
         transformer_config = config.make_transformer_config(self.job, shape)
@@ -67,7 +70,9 @@ class MegatronScorer(Scorer):
         return source
 
     def to_device(self, batch: PromptBatch) -> Inputs:
-        """Copy a packed batch to the device without waiting: (tokens, positions, row layout)."""
+        """Copy a packed batch to the device without waiting, and return (tokens, positions, layout
+        of its rows).
+        """
         device = self.device
         return (
             send_array(batch.tokens, device),
@@ -80,7 +85,9 @@ class MegatronScorer(Scorer):
         return run_stage(self.model, self.model, *inputs, None).squeeze(1)[pick]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of this rank's rows of the vocabulary, padding rows included."""
+        """Return the logits [rows of `hidden`, rows of the vocabulary] of this rank's part of the
+        vocabulary, with those of its padding rows.
+        """
         shared = (
             self.model.embedding.word_embeddings.weight
             if self.job.case.question.model.tied

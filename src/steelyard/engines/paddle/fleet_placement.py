@@ -26,8 +26,8 @@ RANK_ORDER = ["dp", "sharding", "pp", "sep", "cp", "mp"]
 
 @dataclass
 class LossFactor:
-    """A mutable cell with the factor by which a pipeline's loss is multiplied, set anew for each
-    step.
+    """A mutable cell with the factor (a number or tensor, at first 1) by which fleet's pipeline
+    multiplies each micro-batch's loss; the trainer sets `value` before each step or evaluation.
     """
 
     value: Any = 1.0
@@ -35,11 +35,12 @@ class LossFactor:
 
 @dataclass
 class PlacedModel:
-    """This rank's part of a model with its optimizer, wrapped as Paddle trains it.
+    """This rank's part of a model with its optimizer, wrapped as Paddle trains it; made by
+    `place_model`.
 
     `net` is the wrapped model to call, `stage` the layers inside it. `scaler` scales fp16 losses,
-    None otherwise. `parameters` are (our name, Paddle parameter). `weights` is their source, for
-    the record. `loss_factor` multiplies a pipeline's loss.
+    None otherwise. `parameters` are pairs (this package's name, Paddle parameter) of this rank.
+    `weights` is their source, for the record. `loss_factor` multiplies a pipeline's loss.
     """
 
     net: Any
@@ -52,8 +53,9 @@ class PlacedModel:
 
 
 def place_model(job: Job, modes: PaddleModes, kernels: PaddleKernels, train: Train) -> PlacedModel:
-    """Build this rank's part of the model, fill in its weights, and wrap it and its optimizer for
-    mixed precision and fleet. Initializes fleet if there are several ranks; all ranks must call it.
+    """Build this rank's part of the model, fill in its weights, and wrap it and its AdamW for mixed
+    precision (level O2, with fp32 master weights) and for fleet. Several ranks initialize fleet,
+    process-wide, and must call it together. Raises RequestError if the weights do not fit.
     """
     if job.world > 1:
         _init_fleet(modes)
@@ -75,8 +77,9 @@ def place_model(job: Job, modes: PaddleModes, kernels: PaddleKernels, train: Tra
 
 
 def _init_fleet(modes: PaddleModes) -> None:
-    """Initialize fleet's process groups, process-wide, in the order in which plan/degrees.py counts
-    ranks.
+    """Initialize fleet's process groups for these degrees, process-wide, in the order in which
+    plan/degrees.py counts ranks: tensor-parallel ones are neighbours, then stages, then replicas.
+    All ranks call it together.
     """
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {
@@ -87,7 +90,7 @@ def _init_fleet(modes: PaddleModes) -> None:
         "order": RANK_ORDER,
         "mp_configs": {"need_broadcast_data": False},  # every rank of a group reads the same data
     }
-    # each step says how many there are
+    # each step sets its number of micro-batches
     strategy.pipeline_configs = {"accumulate_steps": 1, "micro_batch_size": 1}
     fleet.init(is_collective=True, strategy=strategy)
 
@@ -95,8 +98,9 @@ def _init_fleet(modes: PaddleModes) -> None:
 def _build_model(
     job: Job, modes: PaddleModes, kernels: PaddleKernels, loss_factor: LossFactor
 ) -> Any:
-    """Return the model without weights: one `PaddleStage`, or fleet's pipeline of them whose loss
-    is multiplied by `loss_factor.value`.
+    """Return this rank's model, without the case's weights: the `PaddleStage` itself, or with
+    several stages fleet's PipelineLayer around this rank's one, whose loss is multiplied by
+    `loss_factor.value` at the time it is computed.
     """
     model = job.case.question.model
     arguments: dict[str, Any] = {
@@ -120,9 +124,10 @@ def _build_model(
 
 
 def _fill_parameters(job: Job, parameters: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Set this rank's parameters, random from the seed or from a Hugging Face folder, reading in as
-    many threads as the device has, and return the source of the weights for the record. Reports
-    progress in parameters. Raises RequestError if the folder does not fit.
+    """Set this rank's parameters in place, random from the seed or from a Hugging Face folder, and
+    return the source of the weights for the record. Whole parameters are made in as many threads as
+    the device has, and cut to this rank's part. Calls `job.report_loading` with numbers of
+    parameters (done, all). Raises RequestError if the folder does not fit the model.
     """
     question = job.case.question
     if job.weights is None:
@@ -146,7 +151,9 @@ def _fill_parameters(job: Job, parameters: list[tuple[str, Any]]) -> dict[str, A
 
 
 def _make_scaler() -> Any:
-    """Return a loss scaler for fp16 with the first scale and growth of all engines."""
+    """Return a dynamic loss scaler for fp16: it begins at 65536 and grows after 1000 steps without
+    overflow, as in all engines.
+    """
     return paddle.amp.GradScaler(
         init_loss_scaling=optimizer.FIRST_SCALE, incr_every_n_steps=optimizer.GROWTH_STEPS
     )
@@ -155,8 +162,9 @@ def _make_scaler() -> Any:
 def _distribute(
     job: Job, modes: PaddleModes, model: Any, adam: Any, scaler: Any
 ) -> tuple[Any, Any, Any]:
-    """Wrap model, optimizer and scaler for the ranks of the run and return them; with one rank they
-    are returned unchanged. Sharding 2 uses group_sharded_parallel, all else fleet's wrappers.
+    """Wrap model, optimizer and scaler for the ranks of the run and return the three; with one rank
+    they are returned unchanged. Sharding 2 among several replicas uses group_sharded_parallel, all
+    else fleet's wrappers. A scaler that is None stays None.
     """
     if job.world == 1:
         return model, adam, scaler

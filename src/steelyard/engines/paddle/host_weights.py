@@ -30,7 +30,10 @@ SPLIT = {
 
 
 def whole_shape(name: str, model: LlamaModel) -> tuple[int, ...]:
-    """Return the shape of a parameter in the whole model, by its name."""
+    """Return the shape of a parameter in the whole model, by this package's name of it
+    (`layers.0.qkv.weight`). Any bias is taken for that of QKV, any name that is no known matrix for
+    a norm, of shape (hidden,).
+    """
     qkv_rows = (model.heads + 2 * model.kv_heads) * (model.hidden // model.heads)
     module, _, leaf = name.rpartition(".")
     if leaf == "bias":
@@ -47,12 +50,16 @@ def whole_shape(name: str, model: LlamaModel) -> tuple[int, ...]:
 
 
 def random_parameters(seed: int, model: LlamaModel) -> WholeArrays:
-    """Return a function from a parameter's name to its whole initial array, as models/llama_init.py
-    fills a model on a CPU: N(0, 1/columns) in matrices, ones in norms, zeros in biases.
+    """Return a function from a parameter's name to its whole initial array in fp32, as
+    models/llama_init.py fills a model on a CPU: N(0, 1/columns) in matrices, ones in norms, zeros
+    in biases. Each array depends on `seed` and its name alone.
     """
 
     def draw(name: str) -> Array:
-        """Return a parameter's whole initial array, from a generator seeded by seed and name."""
+        """Return a parameter's whole initial array: ones or zeros for a norm or bias, otherwise
+        normal numbers with variance 1/columns from a generator that is seeded by a hash of seed and
+        name.
+        """
         size = whole_shape(name, model)
         if len(size) == 1:
             return np.full(size, 0.0 if name.endswith("bias") else 1.0, np.float32)
@@ -65,11 +72,11 @@ def random_parameters(seed: int, model: LlamaModel) -> WholeArrays:
 
 
 def draw_normal(seed: int, count: int) -> Array:
-    """Return `count` (at least 16) standard normal numbers as torch draws them on a CPU for this
-    seed, equal up to the last bit of a logarithm and a sine.
+    """Return `count` (at least 16) standard normal numbers in fp32, as torch draws them on a CPU
+    for this seed, equal up to the last bit of a logarithm and a sine.
 
     Both use the same Mersenne Twister, of which torch takes 24 bits a number and transforms 16
-    numbers at a time.
+    numbers at a time; if `count` is no multiple of 16, the last 16 are drawn once more.
     """
     generator = np.random.RandomState(seed & 0xFFFFFFFF)
     out = np.empty(count, np.float32)
@@ -86,14 +93,15 @@ def draw_normal(seed: int, count: int) -> Array:
 
 
 def _draw_uniform(generator: np.random.RandomState, count: int) -> Array:
-    """Draw uniform numbers in [0, 1) with 24 bits each, in fp32."""
+    """Return `count` uniform numbers in [0, 1) of 24 bits each, in fp32; advances the generator."""
     bits = generator.randint(0, 1 << 32, size=count, dtype=np.uint32) & np.uint32((1 << 24) - 1)
     return np.asarray(bits.astype(np.float32) * np.float32(2**-24))
 
 
 def _box_muller(uniform: Array) -> Array:
-    """Transform uniform numbers to normal ones by Box-Muller, in torch's order: of each 16, 8 radii
-    and 8 angles.
+    """Return as many normal numbers as there are uniform ones (a multiple of 16), by Box-Muller in
+    torch's order: of each 16 uniform numbers 8 give radii and 8 angles; the results are 8 with
+    cosine, then 8 with sine.
     """
     pairs = uniform.reshape(-1, 2, LANES)
     radius = np.sqrt(np.float32(-2) * np.log(np.float32(1) - pairs[:, 0]))
@@ -102,8 +110,9 @@ def _box_muller(uniform: Array) -> Array:
 
 
 def take_part(name: str, whole: Array, index: int, count: int) -> Array:
-    """Return the part of a whole parameter that tensor-parallel rank `index` of `count` holds; the
-    whole if it is not divided. Gate and up are divided separately.
+    """Return the part of a whole parameter that tensor-parallel rank `index` of `count` holds:
+    equal row or column ranges, as `SPLIT` says by module; gate and up are divided separately.
+    Norms, and everything if `count` is 1, are returned whole.
     """
     split = SPLIT.get(name.rpartition(".")[0].rpartition(".")[2])
     if count == 1 or split is None:

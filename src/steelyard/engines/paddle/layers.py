@@ -25,7 +25,7 @@ IGNORED = -100
 
 
 class PaddleRMSNorm(nn.Layer):  # type: ignore[misc]
-    """RMSNorm over the hidden dimension, by the chosen kernel."""
+    """RMSNorm over the hidden dimension by `kernels.rms_norm`; its weight [hidden] begins as 1."""
 
     def __init__(self, model: LlamaModel, kernels: PaddleKernels) -> None:
         super().__init__()
@@ -40,8 +40,9 @@ class PaddleRMSNorm(nn.Layer):  # type: ignore[misc]
 
 
 def column_parallel_linear(tp: int, inputs: int, outputs: int, bias: bool = False) -> Any:
-    """Return a column-parallel linear layer: each rank has a part of the outputs, which are not
-    gathered. With tp 1 it is a plain one.
+    """Return a column-parallel linear layer of fleet: each tensor-parallel rank has a part of the
+    outputs, which are not gathered. With `tp` 1 it is Paddle's plain one. `inputs` and `outputs`
+    are whole sizes; needs initialized fleet if `tp` is above 1.
     """
     if tp == 1:
         return nn.Linear(inputs, outputs, bias_attr=None if bias else False)
@@ -49,8 +50,9 @@ def column_parallel_linear(tp: int, inputs: int, outputs: int, bias: bool = Fals
 
 
 def row_parallel_linear(tp: int, inputs: int, outputs: int) -> Any:
-    """Return a row-parallel linear layer without bias: each rank takes a part of the inputs, and
-    outputs are summed over the group. With tp 1 it is a plain one.
+    """Return a row-parallel linear layer of fleet without bias: each tensor-parallel rank takes its
+    part of the inputs, and outputs are summed over the group. With `tp` 1 it is Paddle's plain one.
+    `inputs` and `outputs` are whole sizes; needs initialized fleet if `tp` is above 1.
     """
     if tp == 1:
         return nn.Linear(inputs, outputs, bias_attr=False)
@@ -58,7 +60,10 @@ def row_parallel_linear(tp: int, inputs: int, outputs: int) -> Any:
 
 
 class PaddleBlock(nn.Layer):  # type: ignore[misc]
-    """A Llama transformer block: attention and SwiGLU FFN, each with RMSNorm and a residual."""
+    """A Llama transformer block in Paddle: attention and SwiGLU FFN, each after an RMSNorm and
+    added to the residual stream. With `tp` above 1 its linear layers are fleet's, and a rank has a
+    part of the heads and of the FFN. QKV outputs lie by key group: its queries, its key, its value.
+    """
 
     def __init__(self, model: LlamaModel, tp: int, kernels: PaddleKernels) -> None:
         super().__init__()
@@ -77,8 +82,9 @@ class PaddleBlock(nn.Layer):  # type: ignore[misc]
         self.down = row_parallel_linear(tp, model.ffn, model.hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, micro: PaddleMicroBatch) -> Tensor:
-        """Return the residual stream [tokens, hidden] after the block. `cos` and `sin` are those of
-        `rotary_angles`.
+        """Return the residual stream [tokens, hidden] after this transformer block; `x` is that
+        before it, of the same shape. `cos` and `sin` are those of `rotary_angles`; `micro` says
+        which tokens see each other.
         """
         tokens = x.shape[0]
         grouped = self.qkv(self.attention_norm(x)).reshape(
@@ -94,16 +100,18 @@ class PaddleBlock(nn.Layer):  # type: ignore[misc]
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to [tokens, heads, D], in the half-split convention of Hugging
-    Face checkpoints.
+    """Return x [tokens, heads, D] with the rotary embedding applied, in the half-split convention
+    of Hugging Face checkpoints: dimension i is rotated with i + D/2. `cos` and `sin` are [tokens,
+    1, D/2].
     """
     a, b = x.chunk(2, axis=-1)
     return paddle.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def rotary_angles(positions: Tensor, model: LlamaModel, dtype: Any) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of every token's rotary angles, [tokens, 1, D/2] each, computed in fp32
-    and cast to `dtype`.
+    """Return (cos, sin) of every token's rotary angles, [tokens, 1, D/2] each, computed in fp32 and
+    cast to `dtype`. `positions` [tokens] are counted in each segment; only `rope_base` is used, no
+    scaling.
     """
     dim = model.hidden // model.heads
     with paddle.amp.auto_cast(False):
@@ -145,21 +153,22 @@ class PaddleStage(nn.Layer):  # type: ignore[misc]
         self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = (
             _cross_entropy if tp == 1 else meta_parallel.ParallelCrossEntropy(ignore_index=IGNORED)
         )
-        self.logits_dtype: str | None = None  # of the last micro-batch, for who must know
+        self.logits_dtype: str | None = None  # of the last micro-batch; the trainer checks it
         self.micros: list[PaddleMicroBatch] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the residual stream after this stage, [tokens, hidden]; of the last stage the
-        summed cross-entropy of the micro-batch. Takes the first micro-batch off `micros`. On the
-        first stage `x` is not read.
+        """Return the residual stream [tokens, hidden] after this pipeline stage; on the last stage
+        the summed cross-entropy of the micro-batch, in fp32. Removes the first micro-batch from
+        `micros`. On the first stage `x` is not read.
         """
         micro = self.micros.pop(0)
         with self._mixed_precision():
             return self._compute(x, micro)
 
     def _mixed_precision(self) -> AbstractContextManager[Any]:
-        """Return the mixed-precision context of the forward pass, or one that does nothing. Around
-        the model alone: it would also make what is computed with the loss 16 bit.
+        """Return Paddle's auto_cast context for a stage's forward pass, or one that does nothing if
+        `level` is None. It is put around the model alone: it would also make 16 bit what is
+        computed with the loss later.
         """
         if self.level is None:
             return nullcontext()
@@ -169,7 +178,10 @@ class PaddleStage(nn.Layer):  # type: ignore[misc]
         return context
 
     def _compute(self, x: Tensor, micro: PaddleMicroBatch) -> Tensor:
-        """Run embedding (first stage), blocks and loss (last stage) on a micro-batch."""
+        """Run this stage on a micro-batch: embedding (first stage), its blocks, each recomputed in
+        the backward pass if `recompute`, and the loss (last stage). Returns the residual stream
+        [tokens, hidden], or on the last stage the summed cross-entropy.
+        """
         if self.first:
             x = self.embed(micro.tokens)
         cos, sin = rotary_angles(micro.positions, self.model, x.dtype)
@@ -189,8 +201,9 @@ class PaddleStage(nn.Layer):  # type: ignore[misc]
         return fleet.utils.recompute(block, *inputs, preserve_rng_state=False)
 
     def _loss(self, x: Tensor, micro: PaddleMicroBatch) -> Tensor:
-        """Return the summed cross-entropy at the picked tokens, in fp32; stores the logits' dtype
-        in `logits_dtype`.
+        """Return the summed cross-entropy at the picked tokens, computed in fp32; targets that are
+        IGNORED count 0. Logits come from the embedding's weights in a tied model. Stores the
+        logits' dtype in `logits_dtype`.
         """
         hidden = self.norm(x.index_select(micro.pick))
         logits = (

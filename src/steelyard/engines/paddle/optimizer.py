@@ -20,8 +20,8 @@ GROWTH_STEPS = 1000
 
 
 class GradientClip(nn.ClipGradByGlobalNorm):  # type: ignore[misc]
-    """Clips by the global norm of gradients that are all on this rank, and keeps the norm before
-    clipping in `norm` (None until a step clipped).
+    """Paddle's clipping by the global norm, for gradients that are all on this rank, that keeps the
+    norm before clipping in `norm`: a tensor on the device, None until a step clipped.
     """
 
     norm: Tensor = None
@@ -30,8 +30,9 @@ class GradientClip(nn.ClipGradByGlobalNorm):  # type: ignore[misc]
     def _dygraph_clip(
         self, params_grads: list[tuple[Tensor, Tensor]]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Scale all gradients in place so that their norm is at most `clip_norm`, and return the
-        pairs given (called by Paddle inside a step).
+        """Set `norm` to the 2-norm of all gradients, computed in fp32, scale them in place so that
+        it is at most `clip_norm`, and return the given pairs (parameter, gradient). Gradients that
+        are None are left out. Paddle calls it inside a step.
         """
         grads = [grad for _, grad in params_grads if grad is not None]
         self.norm = (
@@ -44,23 +45,25 @@ class GradientClip(nn.ClipGradByGlobalNorm):  # type: ignore[misc]
 
 
 class HybridGradientClip(HybridParallelClipGrad):  # type: ignore[misc]
-    """Fleet's clip over tensor-parallel, pipeline and sharding ranks, which also keeps the norm
-    before clipping in `norm`.
+    """Fleet's clipping over tensor-parallel, pipeline and sharding ranks, which also keeps the norm
+    before clipping in `norm`: a tensor on the device, None until a step clipped.
     """
 
     norm: Tensor = None
 
     def _global_norm(self, divided: Tensor, whole: Tensor) -> None:
-        """Sum the squared norms over ranks as fleet does, in place, and keep their root. `divided`
-        is of parameters that ranks have parts of, `whole` of those that all hold.
+        """Sum the squared norms over ranks in place, as fleet does, and set `norm` to the root of
+        their sum. `divided` is the squared norm of parameters that ranks have parts of, `whole` of
+        those that all hold. All ranks call it together, inside a step.
         """
         super()._global_norm(divided, whole)  # sums both over the ranks that have other parts
         self.norm = (divided + whole).sqrt().sum()
 
 
 def make_adamw(named: list[tuple[str, Any]], train: Train) -> Any:
-    """Return Paddle's AdamW over named parameters with clipping. Weight decay applies to matrices,
-    not to norms and biases.
+    """Return Paddle's AdamW over (name, parameter) pairs, with `GradientClip` at `train.clip` and a
+    learning rate that the trainer sets before each step. Weight decay applies to matrices, not to
+    norms and biases.
     """
     decays = {parameter.name for _, parameter in named if parameter.ndim > 1}
     return paddle.optimizer.AdamW(
@@ -76,7 +79,9 @@ def make_adamw(named: list[tuple[str, Any]], train: Train) -> Any:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the AdamW inside fleet's wrappers; an optimizer without any is returned itself."""
+    """Return the AdamW inside fleet's wrappers, however many there are; an optimizer without any is
+    returned itself.
+    """
     while True:
         inner = vars(optimizer).get("_inner_opt") or vars(optimizer).get("_optim")
         if inner is None:
@@ -85,8 +90,8 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def install_readable_clip(optimizer: Any) -> Any:
-    """Return the optimizer's clip, whose `norm` can be read after a step. Fleet replaces the clip
-    by its own; that is replaced here, inside the optimizer, by a `HybridGradientClip`.
+    """Return the gradient clip of an optimizer, whose `norm` can be read after a step. If fleet has
+    replaced it by its own, that one is replaced by a `HybridGradientClip`, inside the optimizer.
     """
     adam = unwrap_optimizer(optimizer)
     clip = adam._grad_clip
@@ -96,7 +101,9 @@ def install_readable_clip(optimizer: Any) -> Any:
 
 
 def moment_tensors(optimizer: Any) -> list[Tensor]:
-    """Return the moment tensors that this rank keeps; empty before the first step."""
+    """Return Adam's moment tensors that this rank keeps, without its powers of beta; empty before
+    the first step.
+    """
     accumulators = unwrap_optimizer(optimizer)._accumulators.items()
     return [
         tensor for name, tensors in accumulators if "moment" in name for tensor in tensors.values()

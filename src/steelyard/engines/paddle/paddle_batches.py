@@ -31,8 +31,8 @@ class PaddleMicroBatch:
 
 
 def pack_to_device(pack: RowPack) -> PaddleMicroBatch:
-    """Copy a pack to Paddle's current device. A pack without targets gets one whose loss is
-    ignored, because kernels take no empty tensors.
+    """Return a pack as a micro-batch on Paddle's current device. A pack without targets gets one at
+    token 0 whose loss is ignored, because kernels take no empty tensors.
     """
     pick, targets = (
         (pack.pick, pack.targets)
@@ -48,7 +48,9 @@ def pack_to_device(pack: RowPack) -> PaddleMicroBatch:
 
 
 class PaddleBatches(RowPacker):
-    """Packed rows as micro-batches on Paddle's device (training/packing.py plans them)."""
+    """Makes this replica's micro-batches of packed rows on Paddle's device: a `RowPacker`
+    (training/packing.py), which chooses and packs the rows, with `to_device`.
+    """
 
     def to_device(self, pack: RowPack) -> PaddleMicroBatch:
         """Copy a pack to Paddle's current device."""

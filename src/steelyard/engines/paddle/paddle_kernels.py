@@ -19,14 +19,15 @@ from steelyard.errors import RequestError
 Tensor = Any
 ATTENTION = ("plain", "flash")
 FLASH_DTYPES = ("float16", "bfloat16")  # what flash attention computes in
-# how far a kernel may be from its plain meaning
+# largest relative error of a fused kernel against the plain function
 TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 @dataclass(frozen=True)
 class PaddleKernels:
-    """The kernels that a model uses, for matmuls in `dtype` (Paddle's name of it). `names` says for
-    the record which were chosen.
+    """The kernels that a model of engine `paddle` uses, for matmuls in `dtype` (Paddle's name, such
+    as `bfloat16`): `rms_norm(x, weight, eps)` and `attend(q, k, v, micro)`. `names` says which were
+    chosen: `rms_norm` fused or plain, `attention` flash or plain. Made by `choose_paddle_kernels`.
     """
 
     dtype: str
@@ -36,11 +37,12 @@ class PaddleKernels:
 
 
 def choose_paddle_kernels(attention: str, dtype: str, lacks: Mapping[str, str]) -> PaddleKernels:
-    """Choose the kernels for a device and a dtype. RMSNorm is tried on the device to decide.
+    """Choose the kernels for a device and a dtype (Paddle's name). Fused RMSNorm is used if it runs
+    on the device and equals the plain one there.
 
-    `attention` is `tune.attention`: auto, plain or flash; any other value raises RequestError, as
-    does flash with a dtype or device that has none. `lacks` maps what the device cannot do to the
-    reason.
+    `attention` is `tune.attention`: plain, flash, or auto, which is flash for 16-bit dtypes if the
+    device has it, else plain. Any other value raises RequestError, as does flash with a dtype or
+    device that has none. `lacks` maps what the device cannot do (`flash`) to the reason.
     """
     if attention not in ("auto", *ATTENTION):
         raise RequestError(
@@ -69,7 +71,9 @@ def choose_paddle_kernels(attention: str, dtype: str, lacks: Mapping[str, str]) 
 
 
 def _make_norm_inputs(dtype: str) -> tuple[Tensor, Tensor, float]:
-    """Return the input [4, 8], weight [8] and eps on which RMSNorm kernels are compared."""
+    """Return the input [4, 8], weight [8], both of fixed numbers in `dtype`, and eps on which
+    RMSNorm kernels are compared.
+    """
     x = (paddle.arange(32, dtype="float32").reshape([4, 8]) - 11.0) / 7.0
     return x.astype(dtype), (paddle.arange(8, dtype="float32") / 5.0).astype(dtype), 1e-5
 
@@ -81,8 +85,10 @@ def _is_equal_to(
     weight: Tensor,
     eps: float,
 ) -> bool:
-    """Return whether `kernel` exists in this build and its output and gradients equal those of
-    `plain` within the dtype's tolerance. False if it raises.
+    """Return whether `kernel` exists in this build, and its output and gradients of x and weight
+    (from a sum of squares) equal those of `plain` within the dtype's tolerance, relative to the
+    largest element. False if one of them raises RuntimeError or NotImplementedError. Turns on
+    gradients of `x` and `weight`.
     """
     x.stop_gradient = weight.stop_gradient = False
     results = []
@@ -103,16 +109,16 @@ def _is_equal_to(
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight over the last dimension by Paddle's fused kernel, which raises in
-    a build without it.
+    """Return x / rms(x) * weight over the last dimension by Paddle's fused kernel, which raises
+    RuntimeError or NotImplementedError in a build without it.
     """
     out = F.rms_norm(x, [x.shape[-1]], weight, eps)
     return out[0] if isinstance(out, list | tuple) else out
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight over the last dimension, normalized in fp32 even under mixed
-    precision, in the weight's dtype.
+    """Return x / rms(x) * weight over the last dimension, in the weight's dtype; normalized in
+    fp32, also under mixed precision. `eps` is added to the mean square.
     """
     with paddle.amp.auto_cast(False):
         wide = x.astype("float32")
@@ -122,7 +128,8 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, micro: PaddleMicroBatch) -> Tensor:
     """Return causal attention inside each segment of packed q [tokens, heads, D], k and v [tokens,
-    kv heads, D], by Paddle's flash attention. The result has the shape of q.
+    kv heads, D], by Paddle's flash attention without dropout; scores are divided by sqrt(D). The
+    result has the shape of q. Segments are those of `micro`.
     """
     k, v = _repeat_kv_heads(q, k, v)
     longest, scale = max(micro.lens), q.shape[-1] ** -0.5
@@ -132,8 +139,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, micro: PaddleMicroBatch) ->
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, micro: PaddleMicroBatch) -> Tensor:
-    """Compute the same as `flash_attention`, one segment after the other, with all scores of a
-    segment in memory and the softmax in fp32.
+    """Compute the same as `flash_attention`, one segment of `micro` after the other, with all
+    scores of a segment in memory and the softmax in fp32.
     """
     k, v = _repeat_kv_heads(q, k, v)
     parts = (
@@ -145,7 +152,9 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, micro: PaddleMicroBatch) ->
 
 
 def _attend_segment(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention of one segment, [length, heads, D] each."""
+    """Return causal attention of one segment, [length, heads, D]; q, k and v have that shape too.
+    Scores are divided by sqrt(D), the softmax is in fp32.
+    """
     length = q.shape[0]
     scores = paddle.matmul(q.transpose([1, 0, 2]), k.transpose([1, 2, 0])) * q.shape[-1] ** -0.5
     causal_mask = paddle.triu(paddle.full([length, length], float("-inf"), scores.dtype), 1)
@@ -155,7 +164,9 @@ def _attend_segment(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _repeat_kv_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values repeated so that there is one of each for every query head."""
+    """Return k and v [tokens, kv heads, D] repeated along the heads, so that there is one of each
+    for every head of q; unchanged if there are as many.
+    """
     repeats = q.shape[1] // k.shape[1]
     return (
         (k, v)

@@ -19,12 +19,13 @@ Tensor = Any
 
 
 class PaddleTrainer:
-    """The learner of the training loop for Paddle: a Llama, its placement by fleet, and its
-    optimizer.
+    """The learner of the training loop (`Learner`) for Paddle: a Llama, its placement by fleet, and
+    its optimizer. It writes no checkpoints.
 
-    Constructing it raises RequestError for modes, attention kernels or dtypes that Paddle or the
-    device does not have. `overlaps`: gradients are summed over replicas during the last
-    micro-batch's backward pass; with recomputation, after it.
+    The constructor chooses modes and kernels, and raises RequestError for modes, attention kernels
+    or dtypes that Paddle or the device does not have; `prepare` builds the model. `overlaps` is
+    true for plain data parallelism without recomputation: gradients are then summed during the last
+    micro-batch's backward pass, else in `reduce` or by fleet.
     """
 
     def __init__(self, job: Job) -> None:
@@ -54,8 +55,10 @@ class PaddleTrainer:
         return self.modes.is_data_parallel and not self.overlaps
 
     def prepare(self, part: Part) -> None:
-        """Build and place the model with its weights and optimizer, timed as part `weights`, and
-        check the parameters' dtypes (RuntimeError).
+        """Build and place the model with weights and optimizer, timed as part `weights`, and set
+        the attributes that training uses (`placed`, `net`, `stage`, `optimizer`, `scaler`, `clip`).
+        All ranks call it together. Raises RuntimeError if parameters have another dtype than the
+        precision prescribes, RequestError if weights do not fit.
         """
         with part("weights"):
             self.placed = fleet_placement.place_model(
@@ -72,8 +75,9 @@ class PaddleTrainer:
             self.job.device.synchronize()
 
     def warm_up(self, micro: PaddleMicroBatch) -> None:
-        """Run one evaluation, forward and backward on a micro-batch without an update, check the
-        gradients' dtypes, and clear the gradients.
+        """Run one evaluation, forward, backward and exchange on a micro-batch without an update,
+        and clear the gradients. Raises RuntimeError if gradients or logits have another dtype than
+        the precision prescribes. All ranks call it together.
         """
         self.evaluate(micro)
         self.reduce(self.backward([micro], self.sum_over_replicas(1)))
@@ -83,7 +87,10 @@ class PaddleTrainer:
         self.optimizer.clear_grad()
 
     def evaluate(self, micro: PaddleMicroBatch) -> Tensor:
-        """Return the summed cross-entropy of a micro-batch, without gradients."""
+        """Return the summed cross-entropy of a micro-batch in nats, without gradients, as a tensor
+        on the device; in a pipeline all stages call it together, and run fleet's evaluation
+        schedule.
+        """
         with paddle.no_grad():
             if self.modes.pp == 1:
                 return self._forward(self.stage, micro)
@@ -94,9 +101,9 @@ class PaddleTrainer:
             )
 
     def backward(self, micros: list[PaddleMicroBatch], targets: Tensor) -> Tensor:
-        """Run forward and backward of a step and return this replica's sum of losses / targets.
-        Paddle averages gradients over replicas, so losses are multiplied by their number first:
-        gradients end up summed.
+        """Run forward and backward of a step's micro-batches and return this replica's sum of
+        losses / targets; `targets` is their number over all replicas. Paddle averages gradients
+        over replicas, so losses are multiplied by their number first: gradients end up summed.
         """
         if self.modes.pp > 1:
             return self._run_pipeline(micros, targets)
@@ -109,8 +116,9 @@ class PaddleTrainer:
         return paddle.stack(losses).sum()
 
     def _forward(self, net: Any, micro: PaddleMicroBatch) -> Tensor:
-        """Run the forward pass of one micro-batch and return its summed loss; checks the logits'
-        dtype.
+        """Run the forward pass of one micro-batch through `net` (the wrapped model or the stage
+        itself) and return its summed loss. Raises RuntimeError if the logits have another dtype
+        than the precision prescribes.
         """
         self.stage.micros.append(micro)
         nll = net(micro.tokens)
@@ -118,8 +126,9 @@ class PaddleTrainer:
         return nll
 
     def _run_pipeline(self, micros: list[PaddleMicroBatch], targets: Tensor) -> Tensor:
-        """Run all micro-batches through fleet's 1F1B schedule and return the sum of losses /
-        targets, which every stage gets from the last.
+        """Run forward and backward of all micro-batches by fleet's 1F1B schedule and return this
+        replica's sum of losses / targets, which every stage gets from the last. All stages call it
+        together. Raises RuntimeError for logits of a wrong dtype.
         """
         net = self._set_up_pipeline(micros, self.modes.dp * len(micros) / targets, True)
         net.train()
@@ -130,9 +139,10 @@ class PaddleTrainer:
     def _set_up_pipeline(
         self, micros: list[PaddleMicroBatch], loss_factor: Any, learns: bool
     ) -> Any:
-        """Set fleet's pipeline up for these micro-batches, with losses multiplied by `loss_factor`,
-        and return it. Stages tell each other once what they send; this is cleared when `learns`
-        (gradients flow back) changes.
+        """Set fleet's pipeline up for these micro-batches, with each loss multiplied by
+        `loss_factor`, and return it. Stages tell each other the shapes they send only once; that is
+        cleared when `learns` (true: gradients flow back, false: evaluation) differs from the call
+        before.
         """
         if learns != self.pipeline_learns:
             self.net._p2p_helper.clear_meta_cache()
@@ -145,8 +155,9 @@ class PaddleTrainer:
         return self.net
 
     def _pipeline_inputs(self, micros: list[PaddleMicroBatch]) -> list[list[Tensor]] | None:
-        """Return what fleet passes to the first stage as inputs and to the last as labels, None on
-        inner stages; only their shapes are read.
+        """Return [inputs of the first stage, labels of the last], both the micro-batches' tokens,
+        as fleet wants them; None on inner stages. Only their number and shapes matter: a stage
+        reads its micro-batch from `micros`.
         """
         tokens = [micro.tokens for micro in micros]
         return [tokens, tokens] if self.stage.first or self.stage.last else None
@@ -157,8 +168,8 @@ class PaddleTrainer:
 
     @contextmanager
     def _defer_gradient_sum(self, is_last: bool) -> Iterator[None]:
-        """Keep Paddle from summing gradients over replicas inside the context, except in the last
-        micro-batch if that overlaps.
+        """Keep Paddle's data parallelism from summing gradients over replicas inside the context,
+        except for the last micro-batch if `overlaps`. Does nothing under other plans.
         """
         with (
             self.net.no_sync()
@@ -168,8 +179,8 @@ class PaddleTrainer:
             yield
 
     def reduce(self, loss: Tensor) -> Tensor:
-        """Sum gradients over replicas if that did not happen in `backward`, and return the loss
-        summed over replicas.
+        """Sum gradients over replicas, if `backward` or fleet does not, and return the loss summed
+        over replicas. All ranks call it together.
         """
         if self.exchanges_separately:
             fused_allreduce_gradients([p for _, p in self.placed.parameters], None)
@@ -180,8 +191,9 @@ class PaddleTrainer:
         return self._sum_over_replicas(paddle.full([1], float(number)))
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
-        """Return a value summed over replicas. All ranks are summed and the result divided by tp x
-        pp, because the ranks of one model have equal values.
+        """Return a value, of any shape with one element, summed over replicas; the value itself
+        with one rank. All ranks are summed, and so must call it together, and the result is divided
+        by tp x pp, because the ranks of one model have equal values.
         """
         if self.job.world == 1:
             return value
@@ -191,7 +203,9 @@ class PaddleTrainer:
 
     def update(self, lr: float) -> Tensor:
         """Clip, take an optimizer step at this learning rate, clear the gradients, and return their
-        norm before clipping; inf if fp16 gradients overflowed and the step was skipped.
+        norm before clipping, a tensor on the device; the float inf if fp16 gradients overflowed and
+        the step was skipped. After the first step raises RuntimeError if optimizer states are not
+        fp32.
         """
         self.optimizer.set_lr(lr)
         self.clip.norm = None
@@ -214,20 +228,23 @@ class PaddleTrainer:
         return self.clip.norm
 
     def _check_tensors(self, name: str, tensors: list[Tensor]) -> None:
-        """Check and remember the dtypes of tensors under a name such as `gradients`."""
+        """Remember the dtypes of tensors in `dtypes` under `name`: parameters, gradients or states.
+        Raises RuntimeError if the precision prescribes others.
+        """
         self._check_dtypes({tensor.dtype.name.lower() for tensor in tensors}, name)
 
     def _check_dtypes(self, dtypes: set[Any], name: str) -> None:
-        """Remember dtypes under a name and raise RuntimeError if the precision prescribes others;
-        seen before, or None among them (another stage has the logits): nothing is done.
+        """Remember Paddle's dtype names in `dtypes[name]` and raise RuntimeError if the precision
+        prescribes others. Nothing is done if they are those remembered, or None is among them
+        (another stage has the logits).
         """
         if dtypes != self.dtypes.get(name) and None not in dtypes:
             self.dtypes[name] = dtypes
             modes.check_dtypes(self.precision, {name: dtypes})
 
     def fetch(self, loss: Tensor) -> float | Callable[[], float]:
-        """Return the loss as a float on a CPU; on a device start its copy to the host and return a
-        function that waits for it and returns the float.
+        """Return the loss as a float if it lies on a CPU; on a GPU start its copy to the host and
+        return a function that waits for the copy and returns the float.
         """
         if loss.place.is_cpu_place():
             return float(loss)
@@ -243,8 +260,10 @@ class PaddleTrainer:
         return read
 
     def details(self) -> dict[str, Any]:
-        """Return what this rank holds, for the record: modes, dtypes, kernels, and numbers of
-        parameters, optimizer states and master weights, which prove that sharding works.
+        """Return what this rank runs and holds, for the record: Paddle's version, `modes`,
+        `never_run` (those that this project's tests never ran), dtypes by kind of tensor, numbers
+        of elements of parameters, moments and master weights, which show that sharding works, and
+        the kernels.
         """
         device = self.job.device.place.partition(":")[0]
         return {
@@ -268,8 +287,9 @@ def _count_elements(tensors: list[Tensor]) -> int:
 
 
 class PaddleTrain(TrainingLoop):
-    """The engine for work `train_rows`: the common training loop with a `PaddleTrainer`. Rows are
-    padded to one length if there are several ranks or `tune.pack` is off.
+    """The engine for work `train_rows`: the common training loop with a `PaddleTrainer` and
+    `HeldOutLoss`. Rows are padded to one length if there are several ranks or `tune.pack` is off.
+    Constructing it raises RequestError for what Paddle or the device cannot do.
     """
 
     def __init__(self, job: Job) -> None:

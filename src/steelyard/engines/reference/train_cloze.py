@@ -32,11 +32,15 @@ from steelyard.training.training_loop import TrainingLoop
 
 
 class ReferenceCloze(TrainingLoop):
-    """The engine for work `train_cloze` in the published program's way. Its padding is recorded,
-    and never counted as work.
+    """The engine `reference` for work `train_cloze`, in the published program's way: the common
+    training loop, the accuracy as evaluation, every candidate padded to all positions. Its padding
+    is recorded, and never counted as work.
     """
 
     def __init__(self, job: Job) -> None:
+        """Create the trainer of the GLM and batches that count padding to all positions; the model
+        is built by `prepare`. Raises RequestError for what `make_reference_trainer` refuses.
+        """
         cloze_trainer = make_reference_trainer(job)
         padding = partial(count_padding, positions=get_glm_shape(job).positions)
         super().__init__(
@@ -45,9 +49,9 @@ class ReferenceCloze(TrainingLoop):
 
 
 def make_reference_trainer(job: Job) -> Trainer:
-    """Return the trainer of a GLM computed by `compute_log_probs`. `tune.attention` and
-    `tune.recompute` are only checked (RequestError if not known): SDPA and full recomputation
-    always run.
+    """Return the trainer of a GLM computed by `compute_log_probs`, which each replica holds whole.
+    `tune.attention` and `tune.recompute` are only checked (RequestError if not known, or if the
+    kernel cannot run here): SDPA and full recomputation always run.
     """
     choose_cloze_attention(job)  # refuses what is not known, though nothing else is ever run
     check_glm_recompute(job)
@@ -58,8 +62,8 @@ def make_reference_trainer(job: Job) -> Trainer:
 
 
 def count_padding(pack: ClozePack, positions: int) -> int:
-    """Return how many padding tokens are computed for a pack, when every candidate is a sequence of
-    `positions` tokens.
+    """Return how many padding tokens are computed for a pack when every candidate is a sequence of
+    `positions` tokens: all of them less the candidates' own tokens and their contexts'.
     """
     context_lengths = [
         length
@@ -70,8 +74,10 @@ def count_padding(pack: ClozePack, positions: int) -> int:
 
 
 def compute_log_probs(model: Glm, micro: ClozeMicroBatch, dropout: float) -> Tensor:
-    """Return the log-probabilities of the spans' target tokens, [span tokens], in the order of the
-    pack. `dropout` is the rate after embeddings, attention and FFN.
+    """Return the log-probabilities of the spans' target tokens, [span tokens] in fp32 at least, in
+    the order of the pack, with every layer recomputed in the backward pass. Logits are computed at
+    every position, also of padding. `dropout` is the rate after embeddings, attention and FFN, and
+    of attention's weights.
     """
     token_index, mask, picked = unpack_sequences(micro, model.shape.positions)
     ids = (
@@ -87,8 +93,10 @@ def compute_log_probs(model: Glm, micro: ClozeMicroBatch, dropout: float) -> Ten
 
 
 def _apply_layer(block: GlmBlock, x: Tensor, mask: Tensor, dropout: float) -> Tensor:
-    """Apply one layer to [sequences, positions, hidden]: the same function as models/glm.py
-    computes for packed tokens. `mask` is true where a position may look.
+    """Apply one GLM layer to x [sequences, positions, hidden] and return the same shape: the same
+    function as models/glm.py computes for packed tokens. `mask` [sequences, 1, positions,
+    positions] is true where a position may look; `dropout` is the rate in attention, and after
+    attention and FFN.
     """
     qkv: Tensor = block.attention.query_key_value(block.input_layernorm(x))
     q, k, v = qkv.unflatten(-1, (3, block.heads, -1)).permute(2, 0, 3, 1, 4)  # type: ignore[no-untyped-call]
@@ -101,13 +109,13 @@ def _apply_layer(block: GlmBlock, x: Tensor, mask: Tensor, dropout: float) -> Te
 
 
 def unpack_sequences(micro: ClozeMicroBatch, positions: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Unpack a micro-batch into one padded sequence per span: its context, then itself. Returns
-    three index tensors.
+    """Unpack a micro-batch into one sequence per span (candidate), padded to `positions`: its
+    context, then itself. Returns three tensors on the device.
 
-    - [spans, positions]: the pack's token at each position; its length (one past the last token)
-      for padding.
+    - [spans, positions]: index of the pack's token at each position; its length (one past the last
+      token) for padding.
     - [spans, 1, positions, positions], bool: which positions each one sees (the whole context, and
-      causally itself).
+      all up to itself).
     - [span tokens]: where each token of the spans is in the flattened sequences.
     """
     contexts, spans, groups = (np.array(part) for part in micro.layout.lengths)

@@ -28,8 +28,9 @@ CHECKED_ROWS = (150, 106)
 def attention_rows(
     device: torch.device, lacks: Mapping[str, str], quick: bool
 ) -> Iterator[CeilingRow]:
-    """Yield a row for each case's heads, attention kernel and direction, in bf16. `lacks` maps a
-    precision to the reason why the device does not have it.
+    """Yield a row of `steelyard spec` for each shipped case's heads, attention kernel and direction
+    (forward, backward), in bf16 and FLOP/s; with `quick`, one case for each size of a head. `lacks`
+    maps a precision to the reason why the device does not have it; the rows are then unavailable.
     """
     for heads in list_shipped_attention(quick):
         for kernel in ATTENTION_KERNELS:
@@ -51,9 +52,9 @@ def attention_rows(
 def _prepare_attention(
     device: torch.device, heads: AttentionShape, kernel: str, backward: bool, budget: CallBudget
 ) -> PreparedCeiling:
-    """Allocate attention of the case's heads, with fewer rows (then shorter ones, at least 256
-    tokens) until one call fits the budget. A backward counts twice the FLOPs of a forward. The
-    smallest size is used even if it does not fit.
+    """Allocate attention of the case's heads and return it ready to be timed, with the rows halved,
+    then their length (at least 256 tokens), until one call fits the budget. The smallest size is
+    used even if it does not fit. A backward counts twice the FLOPs of a causal forward.
     """
     count, length, flops_factor = heads.rows, heads.length, BACKWARD_FACTOR if backward else 1
     while (
@@ -82,7 +83,8 @@ def _random_inputs(
     device: torch.device, heads: AttentionShape, lens: list[int], requires_grad: bool
 ) -> list[Tensor]:
     """Return random bf16 queries, keys and values, [tokens of all rows, heads or kv_heads, head
-    dim] each; with gradients if `requires_grad`.
+    dim] each; `lens` are tokens of each row. With `requires_grad` they are leaves of an autograd
+    graph.
     """
     head_counts = (heads.heads, heads.kv_heads, heads.kv_heads)
     return [
@@ -96,8 +98,9 @@ def _random_inputs(
 def _attention_call(
     device: torch.device, heads: AttentionShape, kernel: str, lens: list[int], backward: bool
 ) -> Callable[[], Any]:
-    """Return a function that runs the kernel's forward, or only its backward over a graph that is
-    computed once here. `lens` are tokens of each row.
+    """Return a function without arguments that runs the kernel's forward, or if `backward` only its
+    backward, over a graph that is computed once here. `lens` are tokens of each row; inputs are
+    random.
     """
     q, k, v = _random_inputs(device, heads, lens, backward)
     run = partial(ATTENTION_KERNELS[kernel], q, k, v, make_packed_layout(lens, None, device), None)
@@ -111,8 +114,8 @@ def _attention_call(
 def _check_attention(
     device: torch.device, heads: AttentionShape, kernel: str, backward: bool
 ) -> tuple[float, float]:
-    """Run the kernel on two short rows and return (error, bound) against fp64: of the output, or
-    the largest of the three gradients' errors.
+    """Run the kernel on two rows of 150 and 106 random tokens and return (`_max_error` against
+    fp64, bound): of the output or, if `backward`, the largest of the three gradients' errors.
     """
     lens = list(CHECKED_ROWS)
     q, k, v = inputs = _random_inputs(device, heads, lens, backward)
@@ -130,8 +133,9 @@ def _check_attention(
 
 
 def _attention_by_definition(q: Tensor, k: Tensor, v: Tensor, lens: list[int]) -> Tensor:
-    """Compute causal attention inside each row by its definition, from [tokens, heads, D] packed
-    rows; returns the same shape as q.
+    """Compute causal attention inside each row by its definition: q [tokens, heads, D], k and v
+    [tokens, kv_heads, D], packed rows of `lens` tokens. Returns the same shape as q. Each key head
+    serves heads / kv_heads neighbouring query heads.
     """
     group = q.shape[1] // k.shape[1]
     out = []
@@ -146,8 +150,9 @@ def _attention_by_definition(q: Tensor, k: Tensor, v: Tensor, lens: list[int]) -
 
 
 def _max_error(result: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, each relative to its own right value plus the root mean square
-    of all: a row's first tokens see few keys and have values many times larger than the others.
+    """Return the largest difference from the expected numbers, each relative to its own expected
+    value plus the root mean square of all: a row's first tokens see few keys and have values many
+    times larger than the others. NaN if the result has one.
     """
     result, expected = result.detach().double(), expected.detach()
     return float(

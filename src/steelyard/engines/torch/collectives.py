@@ -36,7 +36,9 @@ WholesAndParts = Sequence[tuple[Tensor, Tensor]]
 
 
 class PendingCollective(Protocol):
-    """A collective that has been issued and may not be finished."""
+    """The interface of a collective that has been issued and may not be finished: `wait` for it
+    before its tensors are used.
+    """
 
     def wait(self) -> Any:
         """Make what is computed next wait for the result. On a CPU this blocks the host."""
@@ -53,8 +55,8 @@ FINISHED = FinishedCollective()
 
 
 class SerialQueue:
-    """Remembers the last collective of a group so that the next one is issued only after it has
-    finished.
+    """Remembers the last collective of a group (`last`) so that `PlanGroup` issues the next one
+    only after it has finished.
 
     Used with gloo alone, which corrupts the heap if several all-gathers and an all-reduce of one
     group are under way (torch 2.13).
@@ -64,34 +66,36 @@ class SerialQueue:
         self.last: PendingCollective = FINISHED
 
     def append(self, pending: PendingCollective) -> "PendingCollective":
-        """Store a collective that was just issued as the last one, and return it wrapped so that it
-        is waited for once.
+        """Store a collective that was just issued as the group's last one, and return it wrapped
+        (`SingleWait`) so that it is waited for once. Waits for nothing itself.
         """
         self.last = SingleWait(pending)
         return self.last
 
 
 class SingleWait:
-    """A collective whose inner `wait` is called once, however often this one's is: a second wait
-    could copy the result again over what was made of it.
+    """A collective (a `PendingCollective`) whose inner `wait` is called once, however often this
+    one's is: a second wait could copy the result again over what was made of it.
     """
 
     def __init__(self, pending: PendingCollective) -> None:
         self.pending = pending
 
     def wait(self) -> None:
-        """Wait for the collective at the first call; later calls return at once."""
+        """Wait for the wrapped collective at the first call; later calls return at once."""
         pending, self.pending = self.pending, FINISHED
         pending.wait()
 
 
 @dataclass(frozen=True)
 class PlanGroup:
-    """The process group of this rank along one dimension of a plan: torch's handle, its size, and
-    this rank's index in it.
+    """The process group of this rank along one dimension of a plan: torch's `handle`, its `size`,
+    and this rank's index in it (`rank`).
 
-    A group of one sends nothing, unless `forced`: then it runs the collectives that several ranks
-    would. `queue` keeps collectives from overlapping; None lets them overlap.
+    `all_reduce`, `reduce_scatter` and `all_gather` start a collective, whose result is waited for.
+    `is_live` says whether they are needed: a group of one sends nothing, unless `forced`, which
+    makes it run the collectives that several ranks would. `queue` keeps collectives from
+    overlapping; None lets them overlap.
     """
 
     handle: Any = None
@@ -110,32 +114,35 @@ class PlanGroup:
     def all_reduce(
         self, tensors: Iterable[Tensor], op: Any = dist.ReduceOp.SUM
     ) -> PendingCollective:
-        """Start to reduce each tensor over the group in place, by default to its sum; return
-        without waiting.
+        """Start to reduce each tensor over this group in place, by default to its sum; return what
+        to wait for, without waiting. All ranks of the group must call it.
         """
         return self._issue(
             [partial(dist.all_reduce, tensor, op, self.handle) for tensor in tensors]
         )
 
     def reduce_scatter(self, pairs: WholesAndParts) -> PendingCollective:
-        """Start to sum each whole tensor over the group and write this rank's part of the sum into
-        the paired part tensor; return without waiting.
+        """Start to sum each whole tensor over this group and write this rank's part of the sum into
+        its part tensor; return what to wait for, without waiting. `pairs` are (whole, part); all
+        ranks of the group must call it.
         """
         return self._issue(
             [partial(_reduce_scatter, part, whole, group=self.handle) for whole, part in pairs]
         )
 
     def all_gather(self, pairs: WholesAndParts) -> PendingCollective:
-        """Start to fill each whole tensor with the paired parts of all ranks, in the order of
-        ranks; return without waiting.
+        """Start to fill each whole tensor with the parts of all ranks of this group, in the order
+        of ranks; return what to wait for, without waiting. `pairs` are (whole, part); all ranks of
+        the group must call it.
         """
         return self._issue(
             [partial(_all_gather, whole, part, group=self.handle) for whole, part in pairs]
         )
 
     def _issue(self, calls: Sequence[Callable[[], Any]]) -> PendingCollective:
-        """Start all these collectives as one coalesced operation, and return what to wait for. With
-        a queue, waits for the group's last operation first. No calls: nothing is sent.
+        """Call all these functions, which each start a collective of this group, as one coalesced
+        operation, and return what to wait for. With a queue, waits for the group's last operation
+        first. Without calls nothing is sent, and the result is finished.
         """
         if not calls:
             return FINISHED
@@ -148,8 +155,8 @@ class PlanGroup:
         return out if self.queue is None else self.queue.append(out)
 
     def reduce_now(self, value: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Reduce a tensor over the group in place, by default to its sum, wait for it, and return
-        it. A group that is not live returns it unchanged.
+        """Reduce a tensor over this group in place, by default to its sum, wait for it, and return
+        it. A group that is not live returns it unchanged; otherwise all ranks must call it.
         """
         if self.is_live:
             self.all_reduce([value], op).wait()
@@ -187,9 +194,10 @@ def create_plan_groups(
     """Create the process groups of a plan and return this rank's. All ranks must call it.
 
     `shard_degree` replicas divide their states; `sharding` is the tune's level (0 to 3). `forced`
-    makes a single rank run the collectives of several, in the group that `sharding` uses. A single
-    rank that is not forced gets groups of one without any process group; otherwise
-    torch.distributed is initialized first if nobody did.
+    makes a single rank run the collectives of several, in group `shards`, or `copies` if `sharding`
+    is 0. A single rank that is not forced gets groups of one without any process group; otherwise
+    torch.distributed is initialized, as for one rank, if the framework did not do it. With gloo
+    each group gets a `SerialQueue`.
     """
     if plan.world == 1 and not forced:
         return PlanGroups()

@@ -63,8 +63,8 @@ def recompute_block(block: Callable[..., BlockOutput], mode: str) -> Callable[..
     """Return a function that computes the same as `block` and recomputes its activations in the
     backward pass.
 
-    `mode` is `tune.recompute`: `none` returns the block itself; `full` keeps only its inputs; any
-    other value means selective, which also keeps results of matmuls and attention.
+    `mode` is `tune.recompute`: `none` returns the block itself; `full` saves only its inputs; any
+    other value means selective, which also saves results of matmuls and attention (`SAVED_OPS`).
     """
     if mode == "none":
         return block
@@ -74,7 +74,9 @@ def recompute_block(block: Callable[..., BlockOutput], mode: str) -> Callable[..
         return create_selective_checkpoint_contexts(_save_policy)  # type: ignore[no-untyped-call]
 
     def run_checkpointed(*arguments: Any) -> BlockOutput:
-        """Run the block under torch's non-reentrant checkpoint."""
+        """Run the block under torch's non-reentrant checkpoint, selective unless `mode` is `full`,
+        and return its output.
+        """
         if mode == "full":
             out: BlockOutput = checkpoint(block, *arguments, use_reentrant=False)
         else:
@@ -93,13 +95,19 @@ def _save_policy(context: Any, op: Any, *arguments: Any, **named: Any) -> Checkp
 
 class LlamaStageParameters(nn.Module):
     """The parameters of pipeline stage `index` of `count` of a Llama, for one tensor-parallel
-    shard: the embedding on the first stage, blocks, norm and output on the last.
+    shard, without values: `embed` on the first stage, `layers` (blocks by number), `norm` and
+    `output` on the last.
 
     Parameter names are those of models/llama.py, with the block's number in the whole model. It has
-    no forward; `LlamaStage` computes with it. A shard of a small vocabulary may have no rows.
+    no forward; `LlamaStage` computes with it. `first_token` is the first token of this shard's part
+    of the vocabulary, which may have no rows.
     """
 
     def __init__(self, shape: LlamaShape, index: int, count: int, shard: Shard) -> None:
+        """Create the modules of stage `index` of `count`: `embed` only on the first, `norm` and
+        `output` only on the last; tie the output if the shape says so. Call it under
+        `torch.device("meta")`, so that nothing is allocated.
+        """
         super().__init__()
         local = llama_placements.make_shard_shape(shape, shard)
         self.shape, self.shard = shape, shard
@@ -122,19 +130,26 @@ class LlamaStageParameters(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the output use the embedding's parameter if the shape is tied and both are on this
-        stage.
+        """Make the stage's output use the embedding's parameter if the shape is tied and both are
+        on this stage; otherwise do nothing.
         """
         if self.shape.tied and self.first and self.last:
             self.output.weight = self.embed.weight
 
 
 class LlamaStage(TrainableModel):
-    """A pipeline stage of one tensor-parallel shard of a Llama, ready to be trained: forward pass
-    and loss, with parameters sharded among replicas at level `sharding` (0 to 3, see shards.py).
+    """The model that the trainer of engine `torch` trains: this rank's pipeline stage of one
+    tensor-parallel shard of a Llama, with parameters sharded among replicas at level `sharding` (0
+    to 3, see shards.py).
+
+    `build` makes `module` and `exchange` with the weights, `compile` chooses what computes,
+    `forward` runs the stage; `kernel` is the name of the attention kernel.
     """
 
     def __init__(self, job: Job, kernel: str, groups: PlanGroups, sharding: int) -> None:
+        """Store the settings of this rank's stage: attention `kernel`, process groups, level of
+        `sharding`, dtypes and shape from the case. Nothing is allocated before `build`.
+        """
         self.job, self.kernel, self.groups, self.sharding = job, kernel, groups, sharding
         precision = job.case.question.precision
         self.master_dtype, self.matmul_dtype = (
@@ -146,10 +161,12 @@ class LlamaStage(TrainableModel):
         self.shard = Shard(groups.tensor.rank, groups.tensor.size)
 
     def build(self) -> list[Tensor] | None:
-        """Make the stage on the device, fill in the weights parameter by parameter, and shard them.
+        """Make this rank's stage on the device, fill in the weights parameter by parameter, and
+        shard them. Sets `module`, `exchange` and `weights`, the source of the weights for the
+        record.
 
         Returns this rank's shards of the master weights if these have another precision than the
-        computation, else None. Sets `weights`, the source of the weights for the record.
+        computation, else None. Raises RequestError if the checkpoint is not of this model.
         """
         plan, place = self.job.plan, self.job.place
         with torch.device("meta"):
@@ -175,16 +192,17 @@ class LlamaStage(TrainableModel):
         )
 
     def _held_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which a parameter is held for the computation. A matrix of fp8
-        training that is not sharded stays in the stored precision: fp8 is made directly from it,
-        without a 16-bit copy.
+        """Return the dtype in which a parameter of the stage is held for the computation: that of
+        the matmuls, except that a matrix of fp8 training stays in the stored precision if replicas
+        do not shard it: fp8 is made directly from it, without a 16-bit copy.
         """
         becomes_fp8 = self.fp8 and llama_fp8.is_fp8_matrix(name) and self.groups.shards.size == 1
         return self.master_dtype if becomes_fp8 else self.matmul_dtype
 
     def _make_units(self, parameters: dict[str, ShardedParameter]) -> list[ExchangeUnit]:
-        """Return the exchange units of this stage in the order of the forward pass: embedding, each
-        block, norm with output.
+        """Return the exchange units of this stage in the order of the forward pass: the embedding
+        on the first stage, each block, norm with output on the last. `parameters` are by name; an
+        output tied to the embedding is in that unit only.
         """
         units = (
             [ExchangeUnit([parameters["embed.weight"]], backward_reads=False)]
@@ -214,14 +232,15 @@ class LlamaStage(TrainableModel):
         return units
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return (name, this rank's shard) of every parameter; a shard is a range of rows and may
-        be empty.
+        """Return (name, this rank's shard) of every parameter of the stage; a shard is a range of
+        rows, in the dtype that the stage holds them in, and may be empty.
         """
         return [(parameter.name, parameter.shard) for parameter in self.exchange.parameters]
 
     def as_model_parts(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the optimizer's tensors as parts of the whole model's tensors, for checkpoints.
-        Keys of `state` are `kind.parameter-name`.
+        """Return the optimizer's tensors of this stage under the same keys as `PartialTensor`s,
+        which know shape and offset in the whole model's tensor and share memory with them, for
+        checkpoints. Keys of `state` are `kind.parameter-name`.
         """
         boxes = {
             parameter.name: self._shape_and_offset(parameter)
@@ -235,8 +254,8 @@ class LlamaStage(TrainableModel):
     def _shape_and_offset(
         self, parameter: ShardedParameter
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shape of a parameter in the whole model, and the offset in it at which this
-        rank's rows begin.
+        """Return the shape of a parameter of the stage in the whole model, and the offset in each
+        dimension at which this rank's rows begin (tensor-parallel part, and shard of rows in it).
         """
         row = llama_placements.find_placement(parameter.name)
         whole_shape = llama_placements.flatten_logical_shape(
@@ -254,11 +273,12 @@ class LlamaStage(TrainableModel):
         return whole_shape, tuple(offset)
 
     def compile(self, gradient: GradientOf) -> None:
-        """Choose what computes the blocks and the loss: fused, fp8 or tensor-parallel matmuls,
-        recomputation, compiled kernels. Raises RequestError if fp8 cannot divide the sizes.
+        """Choose what computes the stage's blocks and its loss: fused, fp8 or tensor-parallel
+        matmuls, recomputation, compiled kernels (`tune.compile`); sets `blocks`. Raises
+        RequestError if sizes are no multiples of 16 in fp8.
 
-        `gradient` is not used: gradients are accumulated in the replicas' buffers, since the
-        optimizer has only this rank's shards.
+        `gradient` is not used: gradients are accumulated in the replicas' buffers
+        (`exchange.gradient`), since the optimizer has only this rank's shards.
         """
         tune, module = self.job.case.tune, self.module
         self.linears, self.kernels = (
@@ -272,8 +292,10 @@ class LlamaStage(TrainableModel):
         ]
 
     def _make_fused_blocks(self, blocks: list[Any]) -> list[Callable[..., BlockOutput]]:
-        """Return what computes each block: fp8 blocks, or fused blocks with the matmuls of this
-        precision. With tensor parallelism the matmuls also gather and scatter tokens.
+        """Return what computes each block of the stage: fp8 blocks (fp8 without tensor
+        parallelism), else fused blocks with the matmuls of this precision. With tensor parallelism
+        the matmuls also gather and scatter tokens. Raises RequestError if sizes are no multiples of
+        16 in fp8.
         """
         linears: BlockLinears = self.linears
         if self.fp8:
@@ -297,8 +319,9 @@ class LlamaStage(TrainableModel):
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
         """Return the residual stream after this stage, [tokens of this rank, hidden]; on the last
-        stage, the summed cross-entropy of the micro-batch. `x` is the residual stream of the stage
-        before, None on the first stage.
+        stage, the micro-batch's summed cross-entropy in nats, a scalar. `x` is the residual stream
+        of the stage before, None on the first stage, which embeds the tokens. Tensor-parallel ranks
+        and, at sharding 3, replicas exchange data in it.
         """
         x = self._embed(micro) if x is None else x
         cos, sin = compute_rotary_cos_sin(micro.positions, self.shape, x.dtype)
@@ -309,7 +332,9 @@ class LlamaStage(TrainableModel):
             def run_block(
                 x: Tensor, delta: Tensor, block: Callable[..., BlockOutput] = block
             ) -> tuple[Tensor, ...]:
-                """Run one block on the residual stream and its pending addend, and return both."""
+                """Run one block on the residual stream and its pending addend, and return both,
+                [tokens of this rank, hidden] each.
+                """
                 return block(x, delta, cos, sin, micro.layout, self.kernel, None)[:2]
 
             x, delta = self.exchange.run_unit(first_block_unit + i, run_block, x, delta)
@@ -324,8 +349,9 @@ class LlamaStage(TrainableModel):
         return loss
 
     def _embed(self, micro: MicroBatch) -> Tensor:
-        """Return the embeddings of the micro-batch's tokens; with tensor parallelism, those of this
-        rank's part of the tokens.
+        """Return the embeddings of the micro-batch's tokens, [tokens, hidden]; with tensor
+        parallelism, those of this rank's part of the tokens. Their backward pass exchanges the
+        table's gradient with replicas.
         """
 
         def finish_embedding() -> None:
@@ -345,8 +371,10 @@ class LlamaStage(TrainableModel):
             )
 
     def _loss(self, x: Tensor, delta: Tensor, micro: MicroBatch) -> Tensor:
-        """Return the summed cross-entropy of the micro-batch's targets, from the residual stream
-        and its pending addend. Logits are computed at the picked tokens alone.
+        """Return the summed cross-entropy in nats of the micro-batch's targets, from the residual
+        stream and its pending addend `delta`, after the last norm. Logits are computed at
+        `micro.pick` alone; with tensor parallelism each rank computes its columns of them, and all
+        get the loss.
         """
         module, tensor = self.module, self.groups.tensor
         normed: Tensor = AddNorm.apply(
@@ -369,15 +397,16 @@ class LlamaStage(TrainableModel):
         return losses.sum()
 
     def loss(self, micro: MicroBatch) -> Tensor:
-        """Return the summed cross-entropy of a micro-batch, in nats; only for a pipeline of one
-        stage.
+        """Return the summed cross-entropy of a micro-batch, in nats, with an autograd graph; only
+        for a pipeline of one stage.
         """
         return self.forward(None, micro)
 
     def details(self) -> dict[str, Any]:
-        """Return the attention kernel, the kind of block and, if there are several ranks,
-        `exchanged`: units are what ranks hold whole at a time, which the prediction of memory
-        reads.
+        """Return, for the record, `attention` (kernel), `block` (`fused`), in fp8 how it is
+        computed, and with several ranks or `tune.distributed` also `exchanged`: `units` are what
+        ranks hold whole at a time, which the prediction of memory reads. `distributed` is true if
+        the tune sets it.
         """
         exchanged = (
             {"exchanged": "units"} if self.job.world > 1 or self.job.case.tune.distributed else {}

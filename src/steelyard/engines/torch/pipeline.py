@@ -24,7 +24,7 @@ BeforeBackward = Callable[[bool, bool], None]
 
 
 class StageComputation(Protocol):
-    """What computes one pipeline stage."""
+    """The interface of what computes one pipeline stage: `forward` (`LlamaStage` is one)."""
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
         """Return the stage's output; `x` is the output of the stage before, None for the first
@@ -34,8 +34,9 @@ class StageComputation(Protocol):
 
 @dataclass
 class Neighbour:
-    """The stage before or after this one in the pipeline. At the ends of the pipeline `index` is
-    out of range and every exchange does nothing.
+    """The stage before or after this one in the pipeline: `exchange` sends to it and receives from
+    it. At the ends of the pipeline `index` is out of range and every exchange does nothing. `sent`
+    are tensors with the sends that may still read them.
     """
 
     group: PlanGroup
@@ -43,10 +44,11 @@ class Neighbour:
     sent: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
 
     def exchange(self, give: Tensor | None, take: Tensor | None) -> Tensor | None:
-        """Send `give` and receive into `take` in one batched operation; either may be None. Returns
-        `take`, which can be computed with, or None if there is none or no such neighbour.
+        """Send `give` to this neighbour and receive into `take` in one batched operation; either
+        may be None. Returns `take`, filled, or None if it is None or there is no such neighbour.
 
-        Waits for the receive alone; the sent tensor is remembered until `wait_for_sends`.
+        Waits for the receive and for sends of earlier calls, not for this one's: the sent tensor is
+        remembered until the next exchange or `wait_for_sends`.
         """
         if not 0 <= self.index < self.group.size:
             return None
@@ -67,14 +69,17 @@ class Neighbour:
         return take
 
     def wait_for_sends(self) -> None:
-        """Wait until all sent tensors have been transferred and may be overwritten."""
+        """Wait until all tensors sent to this neighbour have been transferred and may be
+        overwritten.
+        """
         for _, work in self.sent:
             work.wait()
         self.sent = []
 
 
 class Pipeline:
-    """Runs this rank's stage for all micro-batches of a step in 1F1B order.
+    """Runs this rank's stage for all micro-batches of a step in 1F1B order (`run_step`), or one
+    without backward (`loss`). `group` are the ranks of the stages, in order.
 
     `like` has the dtype, device and width (its second dimension) of the stream that stages
     exchange; of its tokens this rank has one of `tp` parts. `before_backward(is_first, is_last)` is
@@ -89,6 +94,9 @@ class Pipeline:
         tp: int,
         before_backward: BeforeBackward,
     ) -> None:
+        """Store this rank's stage of the pipeline and its two neighbours; nothing is sent. The
+        parameters are explained at the class.
+        """
         self.stage, self.group, self.like, self.tp, self.before_backward = (
             stage,
             group,
@@ -104,9 +112,10 @@ class Pipeline:
         self.in_flight: list[tuple[Tensor | None, Tensor]] = []
 
     def run_step(self, micros: list[MicroBatch], weigh: WeighLoss) -> None:
-        """Run forward and backward of all micro-batches of a step; gradients accumulate in the
-        parameters. On the last stage `weigh` turns each micro-batch's loss into what backward
-        starts from.
+        """Run forward and backward of all micro-batches of a step on this rank's stage; all stages
+        must call it, with the same micro-batches. Gradients accumulate in the parameters. On the
+        last stage `weigh` turns each micro-batch's summed loss into what backward starts from;
+        elsewhere it is not called.
         """
         warmup_count = min(self.group.size - self.group.rank - 1, len(micros))
         x = self._receive_input(micros, 0)
@@ -129,8 +138,8 @@ class Pipeline:
         self.next_stage.wait_for_sends()
 
     def _receive_input(self, micros: list[MicroBatch], number: int) -> Tensor | None:
-        """Receive the input of micro-batch `number` from the stage before; None on the first stage,
-        or if there is no such micro-batch.
+        """Receive the input of micro-batch `number` of `micros` from the stage before, and wait for
+        it; None on the first stage, or if there is no such micro-batch.
         """
         return (
             self.previous_stage.exchange(None, self._empty_stream(micros[number]))
@@ -140,7 +149,8 @@ class Pipeline:
 
     def _forward(self, x: Tensor | None, micro: MicroBatch, weigh: WeighLoss) -> Tensor:
         """Run the stage's forward pass, queue its graph for the backward pass, and return the
-        detached output.
+        detached output: the stream for the next stage or, on the last stage, the weighed loss. Sets
+        `x.requires_grad`.
         """
         if x is not None:
             x.requires_grad_()
@@ -151,8 +161,9 @@ class Pipeline:
         return out.detach()
 
     def _backward(self, grad: Tensor | None) -> Tensor | None:
-        """Run the backward pass of the oldest micro-batch in flight and return the gradient of its
-        input; None on the first stage. `grad` is None on the last stage.
+        """Run the stage's backward pass for the oldest micro-batch in flight and return the
+        gradient of its input; None on the first stage. `grad` is the gradient of the stage's
+        output, None on the last stage.
         """
         x, out = self.in_flight.pop(0)
         torch.autograd.backward(out, grad)
@@ -165,8 +176,8 @@ class Pipeline:
         return self.like.new_empty(len(micro.tokens) // self.tp, self.like.shape[1])
 
     def loss(self, micro: MicroBatch) -> Tensor:
-        """Return the summed cross-entropy of one micro-batch in fp64, broadcast from the last stage
-        to all. Runs no backward pass; all stages must call it.
+        """Return the summed cross-entropy of one micro-batch in nats, an fp64 scalar, broadcast
+        from the last stage of this pipeline to all. Runs no backward pass; all stages must call it.
         """
         out = self.stage.forward(self._receive_input([micro], 0), micro)
         self.next_stage.exchange(None if self.last else out, None)

@@ -60,11 +60,15 @@ def classify_kernel(name: str) -> ActivityKind:
 
 
 class TorchProfiler:
-    """The profiler of one rank's device, used once: `start`, then `stop`. It records CPU operators
-    with shapes and, unless the device is a CPU, all other activities that torch supports.
+    """torch's profiler of one rank's device, used once: `start`, then `stop`, which returns
+    activities. It records CPU operators with shapes and, unless the device is a CPU, all other
+    activities that torch supports.
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Create torch's profiler for the device, not started: CPU operators with shapes and,
+        unless it is a CPU, all other activities that torch supports.
+        """
         self._on_device = device.type != "cpu"
         recorded = [ProfilerActivity.CPU]
         if self._on_device:
@@ -79,8 +83,9 @@ class TorchProfiler:
         self._profile.start()
 
     def stop(self, trace: Path | None) -> list[Activity]:
-        """End recording and return the activities; if `trace` is a path, write the gzipped Chrome
-        trace there. A trace of more than 2 GiB gives no activities and is not written.
+        """End recording and return the activities of the device (of a CPU, its operators); if
+        `trace` is a path, also write the gzipped Chrome trace there. A trace of more than 2 GiB
+        gives no activities and is not written. A temporary folder is used and deleted.
         """
         self._profile.stop()
         with tempfile.TemporaryDirectory(prefix="steelyard-trace-") as folder:
@@ -95,9 +100,10 @@ class TorchProfiler:
 
 
 def read_activities(trace: Mapping[str, Any], on_device: bool) -> Iterator[Activity]:
-    """Yield the activities of a Chrome trace. With `on_device` they are kernels, copies and
-    memsets, whose lane is their stream; a kernel's bytes are those of the operator that launched
-    it. Otherwise they are CPU operators, whose lane is their thread.
+    """Yield the activities of a Chrome trace (parsed JSON), in its order. With `on_device` they are
+    kernels, copies and memsets, whose lane is their stream; a kernel's bytes are those of the
+    inputs of the operator that launched it. Otherwise they are CPU operators, whose lane is their
+    thread. Events without a duration are skipped.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     operators = [event for event in events if event.get("cat") == "cpu_op"]
@@ -126,7 +132,9 @@ def _cpu_activity(event: Mapping[str, Any]) -> Activity:
 
 
 def _make_activity(event: Mapping[str, Any], lane: str, size_bytes: int | None) -> Activity:
-    """Return a trace event as an activity; its microseconds become seconds."""
+    """Return a trace event as an activity, with the kind that its name says (`classify_kernel`);
+    its microseconds become seconds.
+    """
     begin_s, name = event["ts"] * 1e-6, str(event["name"])
     return Activity(
         name, classify_kernel(name), begin_s, begin_s + event["dur"] * 1e-6, lane, size_bytes
@@ -134,8 +142,8 @@ def _make_activity(event: Mapping[str, Any], lane: str, size_bytes: int | None) 
 
 
 def _input_bytes(event: Mapping[str, Any]) -> int | None:
-    """Return the bytes of all input tensors of an operator's trace event, or None if there are
-    none, or one has an unknown type.
+    """Return the bytes of all input tensors of an operator's trace event; scalars count nothing.
+    None if there are none, or one has an unknown type or is a list of tensors.
     """
     args = event.get("args", {})
     shapes, types = args.get("Input Dims"), args.get("Input type")

@@ -39,24 +39,33 @@ Blocks = list[Callable[..., BlockOutput]]
 
 
 class TorchScore(ScoringLoop):
-    """The engine for both kinds of scoring work: the common scoring loop over packed batches with a
-    `TorchScorer`.
+    """The engine `torch` for both kinds of scoring work: the common scoring loop over packed
+    batches with a `TorchScorer`. Raises RequestError if `tune.batching` asks for padded batches, or
+    for an attention kernel that cannot be used.
     """
 
     def __init__(self, job: Job) -> None:
+        """Plan this replica's packed batches and choose the attention kernel; the model is loaded
+        by `prepare`.
+        """
         batches = plan_packed_batches(job, "torch")
         super().__init__(job, TorchScorer(job, batches.prefix_rows), batches)
 
 
 class TorchScorer(Scorer):
-    """This package's Llama on one rank, as the scoring loop uses it. In division open it caches
-    keys and values of a prefix of up to `prefix_rows` tokens.
+    """This package's Llama on one rank, as the scoring loop uses it (`load`, `use`, `to_device`,
+    `hidden`, `logits`); a tensor-parallel rank holds a shard. In division open it caches keys and
+    values of a prefix of up to `prefix_rows` tokens.
     """
 
     compiles = True
     model: Llama
 
     def __init__(self, job: Job, prefix_rows: int) -> None:
+        """Store the job and choose the attention kernel (RequestError if it cannot be used); the
+        model is built by `load`. `prefix_rows` is the length of the longest shared prefix in
+        tokens.
+        """
         self.job, self.question, self.prefix_rows = job, job.case.question, prefix_rows
         self.device: torch.device = job.device.torch_device
         self.fp8 = self.question.precision.matmul == "fp8"
@@ -66,9 +75,12 @@ class TorchScorer(Scorer):
         self.prefix: list[PrefixCache] | None = None
 
     def load(self) -> dict[str, Any]:
-        """Build the model's tensor-parallel shard with its weights and return their source, for the
-        record. In fp8, weights are quantized here, and RequestError is raised for sizes that fp8
-        cannot divide.
+        """Build the scorer's model, this rank's tensor-parallel shard, with its weights, and return
+        their source for the record; sets `model` and, in division open, an empty prefix cache.
+
+        In fp8, weights are quantized here. Raises RequestError for a checkpoint that is not of this
+        model, and for sizes that are no multiples of 16 in fp8. Without tensor parallelism a CPU
+        has gate and up apart instead of in chunks, which is faster.
         """
         question, group = self.question, self.job.group
         shape, dtype = (
@@ -96,16 +108,17 @@ class TorchScorer(Scorer):
         return weights_source
 
     def use(self, compiled: bool) -> None:
-        """Compute with fast blocks from now on (made at the first such call), or with the model's
-        plain layers.
+        """Compute with fast blocks from now on if `compiled` (they are made at the first such call
+        and kept), else with the model's plain layers.
         """
         if compiled and self.compiled is None:
             self.compiled = self._make_fast_blocks()
         self.blocks = self.compiled if compiled else None
 
     def _make_fast_blocks(self) -> Blocks:
-        """Return what computes each block fast: fp8 blocks, fused blocks if Triton runs here, else
-        compiled layers.
+        """Return what computes each block fast: fp8 blocks in fp8 (with Triton kernels where they
+        run), fused blocks if Triton runs here, else each layer under torch.compile with dynamic
+        sizes.
         """
         layers: Any = self.model.layers
         if self.fp8:
@@ -118,8 +131,9 @@ class TorchScorer(Scorer):
         return [FusedBlock(block, linears, kernels) for block in layers]
 
     def to_device(self, batch: PromptBatch) -> Inputs:
-        """Copy a packed batch to the device without waiting and return (tokens, positions, layout
-        of rows, slice of the tokens whose keys and values are to be cached, or None).
+        """Copy a packed batch of prompts to the device without waiting and return (tokens,
+        positions, layout of rows, slice of the tokens whose keys and values are to be cached, or
+        None).
         """
         device = self.device
         gather = None if batch.gather is None else send_array(batch.gather, device)
@@ -128,8 +142,9 @@ class TorchScorer(Scorer):
         return send_array(batch.tokens, device), send_array(batch.positions, device), rows, keep
 
     def hidden(self, inputs: Inputs, pick: Tensor) -> Tensor:
-        """Return the last hidden states at the picked tokens; in division open the prefix cache is
-        read, and written where the batch says so.
+        """Return the residual stream after the last block, before the final norm, at the tokens
+        whose indices are in `pick`: [picked, hidden]. In division open the prefix cache is read,
+        and written in place where the batch says so. `inputs` are what `to_device` returned.
         """
         tokens, positions, rows, keep = inputs
         return self.model.run_layers(
@@ -137,24 +152,31 @@ class TorchScorer(Scorer):
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states for this rank's share of the vocabulary."""
+        """Return the logits of hidden states, after the final norm, for this rank's share of the
+        vocabulary.
+        """
         return self.model.compute_logits(hidden)
 
     def tensors(self) -> list[Tensor]:
-        """Return all weight tensors that this rank holds, with the fp8 ones."""
+        """Return all weights of the scorer's model that this rank holds, with the fp8 ones."""
         weights = [get_local_tensor(parameter) for parameter in self.model.parameters()]
         return weights + (llama_fp8.list_fp8_values(self.model) if self.fp8 else [])
 
     def details(self) -> dict[str, Any]:
-        """Return the attention kernel and, in fp8, how fp8 is computed."""
+        """Return the attention kernel as `attention` and, in fp8, how it is computed as `fp8`, for
+        the record.
+        """
         fp8_details = llama_fp8.describe_fp8(self.device, trains=False) if self.fp8 else {}
         return {"attention": self.kernel, **fp8_details}
 
 
 def choose_scoring_attention(job: Job) -> str:
     """Return the attention kernel that `tune.attention` names, or the fastest of this device for
-    `auto`. Raises RequestError for an unknown kernel, cudnn in division open, and a kernel without
-    a window if the model needs one.
+    `auto` (`rows` if that one has no window, and the longest text is longer than the model's
+    window).
+
+    Raises RequestError for an unknown kernel, cudnn in division open, and a named kernel without a
+    window if one is needed.
     """
     question, tune = job.case.question, job.case.tune
     shares_prefixes = question.division == "open"

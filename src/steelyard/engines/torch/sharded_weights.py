@@ -26,11 +26,12 @@ def load_shards(
     model: nn.Module, job: Job, shape: LlamaShape, shard: Shard, dtype: torch.dtype
 ) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
     """Return (source of the weights for the record, iterator of (name, this shard's tensor on the
-    device)) for the parameters that `model` names.
+    device)) for the parameters that `model` names; `model` itself is not filled.
 
-    Random from the case's seed, or read from the checkpoint in `job.weights`; a checkpoint that
-    does not fit the shape raises RequestError. Tensors are made in `dtype`, one by one as the
-    iterator advances.
+    Random from the case's seed, or read from the checkpoint in `job.weights` (progress goes to
+    `job.report_loading`); raises RequestError if there is no readable checkpoint, or it does not
+    fit the shape. Tensors are made in `dtype`, one by one as the iterator advances, each whole
+    first.
     """
     names = [name for name, _ in model.named_parameters()]
     if job.weights is None:
@@ -42,7 +43,9 @@ def load_shards(
         source = llama_weights.describe_llama_source(checkpoint, shape)
 
     def parts() -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter's name and this shard's part of it."""
+        """Yield each parameter's name and this shard's part of it, in the order of `names`; each is
+        drawn or read whole when it is asked for.
+        """
         for name in names:
             size = llama_placements.flatten_logical_shape(
                 name, llama_placements.find_placement(name).logical_shape(shape)
@@ -57,8 +60,8 @@ def load_shards(
 
 
 def _take_shard(name: str, whole: Tensor, shape: LlamaShape, shard: Shard) -> Tensor:
-    """Return a shard's part of a whole parameter as a tensor of its own; the whole itself if it is
-    not divided. Parts of a vocabulary may differ in size.
+    """Return a tensor-parallel shard's part of a whole parameter as a copy of its own; the whole
+    itself if it is not divided. Parts of a vocabulary may differ in size and be empty.
     """
     dim = llama_placements.find_flat_split(name)
     if dim is None or shard.count == 1:
@@ -70,12 +73,13 @@ def _take_shard(name: str, whole: Tensor, shape: LlamaShape, shard: Shard) -> Te
 
 
 def _random_parameters(seed: int, shape: LlamaShape) -> WholeParameters:
-    """Return a function (name, empty tensor) that fills a whole parameter with the seed's random
-    numbers and returns it.
+    """Return a function (name, empty tensor of the whole shape) that fills the tensor with the
+    parameter's initial values and returns it: matrices random from seed and name alone, norms 1,
+    biases 0.
     """
 
     def fill(name: str, whole: Tensor) -> Tensor:
-        """Fill the tensor with the parameter's initial values and return it."""
+        """Fill the tensor in place with the initial values of parameter `name` and return it."""
         llama_weights.fill_random_parameter(name, whole, seed, shape)
         return whole
 
@@ -88,9 +92,10 @@ def _checkpoint_parameters(
     names: list[str],
     progress: layouts.ByteProgress | None,
 ) -> WholeParameters:
-    """Return a function (name, empty tensor) that reads a whole parameter from a checkpoint. Shapes
-    and settings are checked here, and RequestError raised if they do not fit. `progress` is called
-    with the bytes read and their total over `names`.
+    """Return a function (name, empty tensor of the whole shape) that reads a parameter from a
+    checkpoint into the tensor and returns it. Shapes and settings are checked here, and
+    RequestError raised if they do not fit. `progress` is called with the bytes read and their total
+    over `names`.
     """
     pieces = layouts.group_by_parameter(checkpoint.list_pieces(shape))
     checkpoint.check_values(shape)
@@ -102,7 +107,9 @@ def _checkpoint_parameters(
     read_bytes = layouts.ByteCounter(progress, total)
 
     def read_parameter(name: str, whole: Tensor) -> Tensor:
-        """Copy all pieces of the parameter into the tensor, report the bytes, and return it."""
+        """Copy all pieces of parameter `name` from the checkpoint into the tensor, report the bytes
+        to `progress`, and return the tensor.
+        """
         box = llama_placements.find_shard_box(name, shape, WHOLE)
         view = llama_placements.view_logically(name, whole, shape, WHOLE)
         for piece in pieces[name]:

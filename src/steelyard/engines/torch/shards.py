@@ -52,8 +52,10 @@ class ShardedParameter:
         shard: Shard,
         shared: bool,
     ) -> None:
-        """Take over the whole parameter's `values` in the stored precision; `shard` says which of
-        how many shards is this rank's. `values` is freed unless it is used as it is.
+        """Take over the tensor-parallel rank's whole parameter, `values` in the stored precision;
+        `compute` is the dtype to compute in, `shard` says which of how many shards of rows is this
+        rank's. `values` is not kept unless it is used as it is. Gradients come with
+        `make_gradients`.
         """
         self.name, self.size, self.sharding, self.shared = name, values.shape, sharding, shared
         rows = len(values)
@@ -71,8 +73,8 @@ class ShardedParameter:
         self.gradient: Tensor | None = None
 
     def _pad(self, values: Tensor, compute: torch.dtype) -> Tensor:
-        """Return the values in the compute dtype, padded with zero rows to a multiple of the ranks;
-        without padding or cast it is the same tensor.
+        """Return the parameter's values in the compute dtype, padded with zero rows to a multiple
+        of the ranks; without padding or cast it is the same tensor.
         """
         if self.padded_rows == len(values):
             return values.to(compute)
@@ -81,8 +83,8 @@ class ShardedParameter:
         return whole
 
     def _take_master_rows(self, values: Tensor) -> Tensor:
-        """Return this rank's rows in the stored precision: the values themselves if they are all
-        its own, else a copy.
+        """Return this rank's rows of a parameter in the stored precision, unpadded: the values
+        themselves if all rows are its own, else a copy.
         """
         return (
             values
@@ -91,12 +93,15 @@ class ShardedParameter:
         )
 
     def own_rows(self, whole: Tensor) -> Tensor:
-        """Return a view of this rank's rows, padding included, in a padded whole tensor."""
+        """Return a view of this rank's `chunk` rows, padding included, in a padded whole tensor of
+        this parameter (weights or gradient).
+        """
         return whole.narrow(0, self.padded_begin, self.chunk)
 
     def make_gradients(self, master: Tensor) -> None:
-        """Allocate zeroed gradients and set `master.grad` to this rank's rows of them. At sharding
-        2 and 3 only those rows are allocated; whole gradients exist only while they are computed.
+        """Allocate zeroed gradients of this parameter and set `master.grad` to this rank's rows of
+        them, without padding. At sharding 2 and 3 only those rows are allocated; whole gradients
+        exist only while they are computed.
         """
         if self.sharding < 2:
             self.gradient = self._zeros(self.padded_rows)
@@ -106,27 +111,35 @@ class ShardedParameter:
         master.grad = self.gradient_part[: self.rows]
 
     def whole_gradient(self) -> Tensor:
-        """Return the whole gradient for adding to, as large as the parameter; it is allocated with
-        zeros if it does not exist.
+        """Return this parameter's whole gradient for adding to, as large as the parameter (a view
+        without padding rows); it is allocated with zeros, as `gradient`, if it does not exist.
         """
         if self.gradient is None:
             self.gradient = self._zeros(self.padded_rows)
         return self.gradient[: self.size[0]]
 
     def _zeros(self, rows: int) -> Tensor:
-        """Return zeros of this many rows in the dtype of the master weights."""
+        """Return zeros of this many rows of the parameter, in the dtype and on the device of the
+        master weights.
+        """
         return self.master.new_zeros(rows, *self.size[1:])
 
 
 class ExchangeUnit:
-    """Parameters that are exchanged together, and the state of their exchange.
+    """Parameters that are exchanged together (an embedding, a block, or norm with output), and the
+    state of their exchange, which `ReplicaExchange` changes.
 
     `backward_reads`: the backward pass needs the weights too, as all but an embedding's does.
-    `gathering` and `reducing` are collectives in flight. `adds`: the reduced gradients are added to
-    those of earlier micro-batches. `last`: they are of the step's last micro-batch.
+    `exchanged` are the parameters that have rows. `gathering` and `reducing` are collectives in
+    flight, `gathered` is true from the start of gathering until weights are dropped (sharding 3).
+    `adds`: the reduced gradients are added to those of earlier micro-batches. `last`: they are of
+    the step's last micro-batch.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], backward_reads: bool = True) -> None:
+        """Make a unit of these parameters, with no exchange in flight; those without rows are not
+        exchanged.
+        """
         self.backward_reads = backward_reads
         self.parameters = list(parameters)
         # of a small vocabulary a tensor-parallel rank may have nothing
@@ -138,13 +151,19 @@ class ExchangeUnit:
 
 
 class ReplicaExchange:
-    """All units of this rank, and the exchange of their weights and gradients with its replicas.
+    """All exchange units of this rank, and the exchange of their weights and gradients with its
+    replicas, at ZeRO level `sharding` (module docstring).
 
-    Autograd's own gradients (of norms and biases) are moved into the units' gradients by a hook on
-    each parameter.
+    A step: `note_backward` before each backward pass, `run_unit` in each forward,
+    `wait_for_gradients` after the last backward, `send_updates` after the optimizer. Autograd's own
+    gradients (of norms and biases) are moved into the units' gradients by a hook on each parameter.
+    Without replicas (`is_live` false) nothing is sent.
     """
 
     def __init__(self, units: Sequence[ExchangeUnit], sharding: int, groups: PlanGroups) -> None:
+        """Take this rank's units, in the order of the forward pass, and hook into all their
+        parameters to move autograd's gradients. `is_live` is whether replicas exchange at all.
+        """
         self.units, self.sharding, self.groups = list(units), sharding, groups
         self.is_live = groups.copies.is_live or groups.shards.is_live
         self.parameters = [parameter for unit in self.units for parameter in unit.parameters]
@@ -156,36 +175,41 @@ class ReplicaExchange:
             parameter.parameter.register_post_accumulate_grad_hook(self._accumulate_autograd)  # type: ignore[no-untyped-call]
 
     def make_gradients(self, masters: Sequence[Tensor]) -> None:
-        """Allocate the gradients of all parameters; `masters` are the tensors that the optimizer
-        updates, in the same order, and get them as `grad`.
+        """Allocate the gradients of all parameters of this rank; `masters` are the tensors that the
+        optimizer updates, in the order of `parameters`, and get their rows as `grad`. Raises
+        ValueError if the numbers differ.
         """
         for parameter, master in zip(self.parameters, masters, strict=True):
             parameter.make_gradients(master)
 
     def gradient(self, parameter: Tensor) -> Tensor:
-        """Return the tensor to which a parameter's gradient is added, allocated if it does not
-        exist.
+        """Return the whole tensor to which the gradient of a parameter (a module's, found by
+        identity) is added, allocated with zeros if it does not exist. Raises KeyError for a
+        parameter of no unit.
         """
         return self.by_id[id(parameter)].whole_gradient()
 
     def _accumulate_autograd(self, parameter: Tensor) -> None:
-        """Move a gradient that autograd made (of a norm or bias) into the unit's gradient (hook,
-        called by torch).
+        """Add a gradient that autograd made (of a norm or bias) to the parameter's own gradient
+        tensor, and set `parameter.grad` to None (hook, called by torch).
         """
         if parameter.grad is not None:
             self.gradient(parameter).add_(parameter.grad)
             parameter.grad = None
 
     def note_backward(self, first: bool, last: bool) -> None:
-        """Note before a backward pass whether it is the step's first and its last."""
+        """Note before a backward pass whether it is that of the step's first and of its last
+        micro-batch: the exchange of gradients depends on it.
+        """
         self.is_first, self.is_last = first, last
 
     def run_unit(
         self, index: int, forward: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run a unit's forward pass and return its outputs. Its weights are gathered before it, and
-        hooks in the autograd graph gather them before its backward pass and send its gradients
-        after it. Without replicas it only runs.
+        """Run the forward pass of unit `index`, `forward(*inputs)`, and return its outputs. Its
+        weights are gathered before it (sharding 3), and hooks in the autograd graph gather them
+        before its backward pass and send its gradients to replicas after it. Without replicas it
+        only calls `forward`.
         """
         if not self.is_live:
             return forward(*inputs)
@@ -197,8 +221,9 @@ class ReplicaExchange:
 
     @contextmanager
     def gathered_weights(self, index: int, keep: bool = False) -> Iterator[None]:
-        """Have a unit's weights gathered inside the context, and start to gather those of the next
-        unit. They are dropped at the end, unless `keep`: its backward pass comes next.
+        """Have the weights of unit `index` whole inside the context, waiting for them, and start to
+        gather those of the next unit. At sharding 3 they are dropped at the end, unless `keep`: its
+        backward pass comes next.
         """
         if self.is_live:
             self._wait_for_weights(index, index + 1)
@@ -207,8 +232,9 @@ class ReplicaExchange:
             self._drop_weights(self.units[index])
 
     def _begin_backward(self, index: int) -> None:
-        """Before a unit's backward pass, have its weights, and finish an exchange of its own
-        gradients that is still in flight (a stage of one unit).
+        """Before the backward pass of unit `index`, have its weights, start to gather those of the
+        unit before it, and finish an exchange of its own gradients that is still in flight (a stage
+        of one unit).
         """
         # a stage of one unit: its gradients of the micro-batch before are on their way
         if self.reducing is self.units[index]:
@@ -216,8 +242,10 @@ class ReplicaExchange:
         self._wait_for_weights(index, index - 1)
 
     def _wait_for_weights(self, index: int, following: int) -> None:
-        """Wait for a unit's weights, and start to gather those of unit `following` if it exists and
-        will read them.
+        """Gather the weights of unit `index` if that is not under way (sharding 3), wait for them,
+        and start to gather those of unit `following`, if it exists and will read them: a later unit
+        always, an earlier one (in the backward pass) if its `backward_reads`. At sharding 1 and 2
+        it waits for what `send_updates` began.
         """
         unit = self.units[index]
         self._start_gathering(unit)
@@ -230,8 +258,9 @@ class ReplicaExchange:
             self._start_gathering(self.units[following])
 
     def _start_gathering(self, unit: ExchangeUnit) -> None:
-        """Start to gather a unit's weights into new tensors, at sharding 3 and if they are not
-        gathered yet.
+        """Start to gather a unit's weights from the replicas that have its shards into new tensors,
+        which become the parameters' data. Only at sharding 3, and only if that has not begun
+        already.
         """
         if self.sharding < 3 or unit.gathered:
             return
@@ -243,16 +272,21 @@ class ReplicaExchange:
         unit.gathering, unit.gathered = self.groups.shards.all_gather(pairs), True
 
     def _drop_weights(self, unit: ExchangeUnit) -> None:
-        """Drop a unit's gathered weights, at sharding 3."""
+        """Drop a unit's gathered weights at sharding 3: its parameters become empty. At other
+        levels do nothing.
+        """
         if self.sharding == 3:
             for parameter in unit.parameters:
                 parameter.parameter.data = parameter.part.new_empty(0)
             unit.gathered = False
 
     def finish_backward(self, index: int) -> None:
-        """After a unit's backward pass, drop its weights and start to exchange its gradients, at
-        sharding 0 and 1 only in the last micro-batch. The exchange of the unit before it is
-        finished.
+        """After the backward pass of unit `index`, drop its weights (sharding 3) and start to
+        exchange its gradients with replicas: by all-reduce at sharding 0, else by reduce-scatter;
+        at 0 and 1 only in the step's last micro-batch.
+
+        After a reduce-scatter has started, that of the unit whose backward pass came before is
+        finished. Without replicas nothing is sent.
         """
         unit = self.units[index]
         self._drop_weights(unit)
@@ -287,9 +321,10 @@ class ReplicaExchange:
         self.reducing = unit
 
     def _finish_reduction(self, unit: ExchangeUnit | None) -> None:
-        """Wait for a unit's reduce-scatter, add its result to earlier micro-batches' gradients,
-        free whole gradients (sharding 2 and 3), and after the last micro-batch start to sum over
-        copies. None does nothing.
+        """Wait for a unit's reduce-scatter; at sharding 2 and 3 add its result to earlier
+        micro-batches' gradients and free the whole gradients; after the last micro-batch start to
+        sum this rank's rows over copies (into `pending`). Does nothing for None, or if none is in
+        flight.
         """
         if unit is None or unit.reducing is None:
             return
@@ -307,14 +342,16 @@ class ReplicaExchange:
             )
 
     def _finish_last_reduction(self) -> None:
-        """Finish the exchange of the unit whose gradients were sent last."""
+        """Finish the reduce-scatter of the unit whose gradients were sent last (`self.reducing`,
+        then None), if there is one.
+        """
         unit, self.reducing = self.reducing, None
         self._finish_reduction(unit)
 
     def wait_for_gradients(self) -> None:
-        """Wait until all gradients of the step are summed over replicas; gradients of shared
-        parameters are also summed over the tensor-parallel group, whose ranks each saw a part of
-        the tokens.
+        """Wait until all gradients of the step are summed over replicas; all ranks call it.
+        Gradients of parameters that all tensor-parallel ranks hold (norms) are then also summed
+        over that group, whose ranks each saw a part of the tokens.
         """
         self._finish_last_reduction()
         for collective in self.pending:
@@ -327,8 +364,8 @@ class ReplicaExchange:
 
     def send_updates(self) -> None:
         """After an optimizer step, start to gather the changed rows where ranks hold whole weights
-        (sharding 1 and 2). Parameters' version counters are increased, so that cached copies such
-        as fp8 weights are made anew.
+        (sharding 1 and 2); the next forward pass waits for them. Parameters' version counters are
+        increased at every level, so that cached copies such as fp8 weights are made anew.
         """
         torch.autograd.graph.increment_version(
             [parameter.parameter for parameter in self.parameters]
@@ -343,7 +380,9 @@ class ReplicaExchange:
                 unit.gathering = self.groups.shards.all_gather(pairs)
 
     def zero_gradients(self) -> None:
-        """Zero whole gradients at sharding 0 and 1; at 2 and 3 the next step overwrites them."""
+        """Zero the whole gradients of all parameters in place at sharding 0 and 1; at 2 and 3 do
+        nothing, for the next step overwrites them.
+        """
         if self.sharding < 2:
             torch._foreach_zero_(
                 [
@@ -355,8 +394,8 @@ class ReplicaExchange:
 
 
 class _CallInBackward(torch.autograd.Function):
-    """Return views of the same tensors; `call` is called when their gradients pass in the backward
-    pass.
+    """An autograd function that returns views of the same tensors; `call` is called when their
+    gradients pass in the backward pass.
     """
 
     @staticmethod
@@ -367,7 +406,7 @@ class _CallInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Call `call`, then pass the gradients on unchanged."""
+        """Call `call`, then return the gradients unchanged, after a None for `call` itself."""
         context.call()
         return None, *grads
 

@@ -19,22 +19,26 @@ from steelyard.plan.degrees import Plan
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
-    """A tensor-parallel group as seen from one of its ranks: which shard of the model it has, and
-    torch's process group. A group of one sends nothing.
+    """A tensor-parallel group as seen from one of its ranks: which shard of the model it has
+    (`share`), and torch's process group. `total` sums over it, `gather` stacks every rank's tensor.
+    A group of one sends nothing.
     """
 
     share: Shard = WHOLE
     group: Any = None
 
     def total(self, part: Tensor) -> Tensor:
-        """Sum a tensor over the group in place, and return it."""
+        """Sum a tensor over this tensor-parallel group in place, and return it; all ranks of the
+        group must call it. In a group of one it is unchanged.
+        """
         if self.share.count > 1:
             dist.all_reduce(part, group=self.group)
         return part
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return every rank's tensor stacked along a new first dimension, in the order of shards;
-        all must have one shape.
+        """Return every rank's tensor stacked along a new first dimension, in the order of this
+        group's shards; all must have one shape, and all ranks must call it. A group of one returns
+        a view [1, ...].
         """
         if self.share.count == 1:
             return part[None]
@@ -46,8 +50,9 @@ class TensorParallelGroup:
 def create_tensor_parallel_group(
     plan: Plan, rank: int, device: torch.device
 ) -> TensorParallelGroup:
-    """Create the tensor-parallel groups of a plan and return this rank's; all ranks must call it.
-    With TP1 no process group is made.
+    """Create the tensor-parallel groups of a plan and return this rank's; all ranks must call it,
+    after torch.distributed is initialized. With TP1 no process group is made, and the group has one
+    rank.
     """
     if plan.tp == 1:
         return TensorParallelGroup()

@@ -2,7 +2,8 @@
 
 The loss of a step and its gradients are the same functions of the same numbers as on one device:
 gradients are summed over replicas, never averaged, because each replica's part of the loss is
-divided by the targets of all. The loop is training/training_loop.py, the trainer training/trainer.py.
+divided by the targets of all. The loop is training/training_loop.py, the trainer is
+training/trainer.py.
 """
 
 import math
@@ -34,17 +35,23 @@ from steelyard.training.training_loop import HeldOutLoss, TrainingLoop
 
 
 class PlanPlacement(SingleDevicePlacement):
-    """The placement of a Llama under any plan: what its ranks exchange in a step."""
+    """The placement of a Llama under any plan (TP, PP, DP, sharding): what its ranks exchange in a
+    step, for the `Trainer`. `attach` sets up gradients and pipeline.
+    """
 
     def __init__(self, stage: LlamaStage, groups: PlanGroups, device: torch.device) -> None:
+        """Store this rank's stage, its process groups and device; gradients and pipeline come with
+        `attach`.
+        """
         self.stage, self.groups, self.device = stage, groups, device
         self.loss_dtype = torch.promote_types(stage.matmul_dtype, torch.float32)
         self.pipeline: Pipeline | None = None
 
     @property
     def exchanges_separately(self) -> bool:  # type: ignore[override]
-        """Return whether ranks exchange only in `reduce`: plain data parallelism. Tensor
-        parallelism, pipelines and shards wait for one another inside forward and backward.
+        """Return whether ranks of this plan exchange only in `reduce` and `sum_over_replicas`:
+        plain data parallelism without shards. Tensor parallelism, pipelines and shards wait for one
+        another inside forward and backward.
         """
         groups = self.groups
         return (
@@ -53,9 +60,10 @@ class PlanPlacement(SingleDevicePlacement):
         )
 
     def attach(self, model: TrainableModel, optimizer: MixedPrecisionAdamW) -> None:
-        """Give the optimizer's master weights their gradient buffers, replace its zeroing, and set
-        up the pipeline if there are several stages. The stages meet once here, for neighbours may
-        exchange only after that.
+        """Give the optimizer's master weights their gradient buffers, replace its zeroing
+        (`clear_gradients`), initialize its loss scale, and set up `pipeline` if the plan has
+        several stages. The stages meet once here, in an all-reduce that all must call, for
+        neighbours may exchange only after that.
         """
         self.exchange = self.stage.exchange
         self.exchange.make_gradients(optimizer.master)
@@ -74,16 +82,21 @@ class PlanPlacement(SingleDevicePlacement):
             )
 
     def start_losses(self) -> list[Tensor]:
-        """Return one zero, for a rank without a loss in a step: a stage that is not the last."""
+        """Return a list of one zero on the device, for a rank of the plan that has no loss in a
+        step: a stage that is not the last.
+        """
         return [torch.zeros((), dtype=self.loss_dtype, device=self.device)]
 
     def evaluate(self, model: TrainableModel, micro: Any) -> Tensor:
-        """Return a micro-batch's summed loss, known to all stages of a pipeline."""
+        """Return a micro-batch's summed loss in nats, known to all stages of a pipeline, which must
+        all call it.
+        """
         return model.evaluate(micro) if self.pipeline is None else self.pipeline.loss(micro)
 
     def backward(self, model: TrainableModel, micros: list[Any], weigh: WeighLoss) -> None:
-        """Run forward and backward of a step's micro-batches, in 1F1B order if there is a pipeline;
-        `weigh` turns a loss into what backward starts from.
+        """Run forward and backward of a step's micro-batches, in 1F1B order if the plan has a
+        pipeline, else one after the other; gradients are exchanged as sharding says. `weigh` turns
+        a summed loss into what backward starts from.
         """
         if self.pipeline is not None:
             self.pipeline.run_step(micros, weigh)
@@ -93,18 +106,21 @@ class PlanPlacement(SingleDevicePlacement):
             weigh(model.loss(micro)).backward()  # type: ignore[no-untyped-call]
 
     def reduce(self, loss: Tensor) -> Tensor:
-        """Wait for all gradients, and return the loss summed over stages and replicas, in place."""
+        """Wait for all gradients of the step, and return the loss summed over stages and replicas,
+        in place; all ranks of the plan must call it.
+        """
         self.exchange.wait_for_gradients()
         return _sum_over(loss, self.groups.stages, *self.groups.replicas)
 
     def sum_over_replicas(self, count: Tensor) -> Tensor:
-        """Return the count summed over replicas, in place."""
+        """Return the count summed over the plan's replicas, in place; all ranks must call it."""
         return _sum_over(count, *self.groups.replicas)
 
     def compute_norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
-        """Return the norm of all gradients of the whole model. Parameters that all tensor-parallel
-        ranks hold are counted once. `overflows` are set in place to the maximum over ranks, so that
-        all ranks take a step or none does.
+        """Return the 2-norm of all gradients of the whole model; `grads` are this rank's, in the
+        order of its parameters. Parameters that all tensor-parallel ranks hold are counted once, on
+        rank 0 of the group. `overflows` (fp16's flags) are set in place to the maximum over the
+        ranks that divide the model, so that all take a step or none does. All ranks must call it.
         """
         counts_shared = self.groups.tensor.rank == 0
         counted = [
@@ -126,36 +142,47 @@ class PlanPlacement(SingleDevicePlacement):
         return total
 
     def send_updates(self) -> None:
-        """Start to send the rows that the optimizer changed to ranks that hold whole weights."""
+        """Start to send the rows that the optimizer changed to replicas that hold whole weights
+        (sharding 1 and 2); does not wait.
+        """
         self.exchange.send_updates()
 
     def to_checkpoint_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the optimizer's tensors as parts of the whole model's, for a checkpoint."""
+        """Return the optimizer's tensors of this rank under the same keys, as `PartialTensor`s that
+        know their place in the whole model's tensors, for a checkpoint; they share memory.
+        """
         return self.stage.as_model_parts(state)
 
 
 def _sum_over(value: Tensor, *groups: PlanGroup) -> Tensor:
-    """Sum a tensor over these groups in place, one after the other, and return it."""
+    """Sum a tensor over these groups in place, one after the other, and return it. All ranks of the
+    groups must call it; groups of one change nothing.
+    """
     for group in groups:
         group.reduce_now(value)
     return value
 
 
 class TorchTrain(TrainingLoop):
-    """The engine for work `train_rows`: the common training loop over packed rows, with the
-    held-out loss before and after.
+    """The engine `torch` for work `train_rows`: the common training loop over rows, packed unless
+    the tune says otherwise, with the held-out loss before and after. Constructing it creates
+    process groups, so all ranks must; raises RequestError for an attention kernel that cannot be
+    used.
     """
 
     def __init__(self, job: Job) -> None:
+        """Create the trainer of this rank's Llama stage (all ranks together) and the batches; the
+        model is built by `prepare`.
+        """
         llama_trainer = make_llama_trainer(job)
         batches = make_row_batches(job)
         super().__init__(job, llama_trainer, batches, HeldOutLoss(job, llama_trainer, batches))
 
 
 def make_llama_trainer(job: Job) -> Trainer:
-    """Create the plan's process groups and return a trainer of this rank's stage; all ranks must
-    call it. `tune.distributed` makes a single rank run the collectives too. Raises RequestError for
-    an attention kernel that cannot be used.
+    """Create the plan's process groups and return a trainer of this rank's stage, whose model is
+    not built yet; all ranks must call it. `tune.distributed` makes a single rank run the
+    collectives too. Raises RequestError for an attention kernel that cannot be used.
     """
     device: torch.device = job.device.torch_device
     tune, degree = job.case.tune, get_shard_degree(job.case, job.plan.dp)
@@ -169,9 +196,12 @@ def make_llama_trainer(job: Job) -> Trainer:
 
 
 def make_row_batches(job: Job) -> RowBatches:
-    """Return how rows become micro-batches: packed end to end without padding, unless `tune.pack`
-    is off, or layers are compiled without Triton and need one size. The tokens of a micro-batch are
-    a multiple of 128 and of TP.
+    """Return how rows become micro-batches: packed end to end without their padding, or each of
+    `train.length` tokens if `tune.pack` is off, or layers are compiled without Triton and need one
+    size.
+
+    Packed, the tokens of a micro-batch are filled up, by padding at its end, to a multiple of 128
+    and of TP; padded rows are not.
     """
     tune = job.case.tune
     any_size = jit.has_triton(job.device.torch_device) or not tune.compile
@@ -183,9 +213,10 @@ def make_row_batches(job: Job) -> RowBatches:
 
 
 def choose_training_attention(job: Job) -> str:
-    """Return the attention kernel that `tune.attention` names, or the device's fastest for `auto`.
-    Raises RequestError if it is unknown, has wrong gradients for packed rows, or lacks the window
-    that the model needs.
+    """Return the attention kernel that `tune.attention` names, or the device's fastest for `auto`
+    (`rows` if that has no window and rows are longer than the model's window). Raises RequestError
+    if the kernel is unknown, has wrong gradients for packed rows (`cudnn`), or is named and lacks
+    the window that the model needs.
     """
     question, kernel = job.case.question, job.case.tune.attention
     if kernel == "auto":

@@ -28,21 +28,26 @@ from steelyard.training.training_loop import TrainingLoop
 
 
 class TorchCloze(TrainingLoop):
-    """The engine for work `train_cloze`. `record` replaces the device's own recorder of kernel
+    """The engine `torch` for work `train_cloze`: the common training loop over packed cloze
+    samples, with the accuracy as evaluation. `record` replaces the device's own recorder of kernel
     launches, for tests; None uses that of the device if it has one and the tune allows it.
     """
 
     def __init__(self, job: Job, record: GraphRecorder | None = None) -> None:
-        """`record` stands in for what the device has."""
+        """Choose recorder, trainer and batches; the model is built by `prepare`. With a recorder,
+        micro-batches are padded to a few sizes, unless the largest has too many tokens. Raises
+        RequestError for what `make_cloze_trainer` refuses.
+        """
         self.record = record or choose_recorder(job)
         cloze_trainer = make_cloze_trainer(job, self.record)
         self.cloze = ClozeBatches(job, fills_buckets=self.record is not None)
         super().__init__(job, cloze_trainer, self.cloze, ClozeAccuracy(job, cloze_trainer))
 
     def _pick_keys_of_each_size(self) -> list[list[RowKey]]:
-        """Return the micro-batches to warm up with. When recording, one of every bucket, twice, so
-        that all graphs exist before the pass; without buckets, the largest one first, so that its
-        memory serves all others.
+        """Return the sample keys of each micro-batch to warm up with. When recording, one of every
+        bucket (size that micro-batches are padded to), the whole list twice, so that all graphs
+        exist before the pass; without buckets, the largest one first, so that its memory serves all
+        others. Without recording, one for each number of samples, as in every training.
         """
         if self.record is None:
             return super()._pick_keys_of_each_size()
@@ -53,7 +58,7 @@ class TorchCloze(TrainingLoop):
 
 
 def choose_recorder(job: Job) -> GraphRecorder | None:
-    """Return the device's recorder of kernel launches, or None if launches are not recorded:
+    """Return a new recorder of kernel launches of the device, or None if launches are not recorded:
     without `tune.compile`, with recomputation (it saves random states, which a recording cannot),
     without Triton, or if the device has none.
     """
@@ -63,9 +68,9 @@ def choose_recorder(job: Job) -> GraphRecorder | None:
 
 
 def make_cloze_trainer(job: Job, record: GraphRecorder | None = None) -> Trainer:
-    """Return the trainer of a GLM with fused layers. `record` replays kernel launches if given.
-    Raises RequestError for fp8, and for attention kernels or recompute modes that are not
-    supported.
+    """Return the trainer of a GLM with fused layers, which each replica holds whole. `record`, if
+    given, records and replays kernel launches. Raises RequestError for fp8, an unknown attention
+    kernel or one that cannot run here, and recompute modes but `none` and `full`.
     """
     if job.case.question.precision.matmul == "fp8":
         raise RequestError("engine torch trains a GLM without fp8; use --precision bf16")
@@ -73,12 +78,14 @@ def make_cloze_trainer(job: Job, record: GraphRecorder | None = None) -> Trainer
     check_glm_recompute(job)
 
     def make_computing(model: Glm, gradient: GradientOf) -> LogProbComputation:
-        """Return how a GLM's log-probabilities are computed by fused layers."""
+        """Return how a GLM's log-probabilities are computed by fused layers; `gradient(parameter)`
+        returns the tensor to which a parameter's gradient is added.
+        """
         fused = FusedGlm(model, gradient, tune.compile, tune.recompute == "full")
 
         def log_probs(micro: ClozeMicroBatch, dropout: float) -> Tensor:
-            """Return the log-probabilities of the spans' targets of a micro-batch, with this
-            dropout rate.
+            """Return the log-probabilities [S] of the spans' target tokens of a micro-batch, with
+            this dropout rate.
             """
             ids = micro.tokens, micro.positions, micro.blocks
             return fused(ids, micro.targets, micro.layout, kernel, dropout)

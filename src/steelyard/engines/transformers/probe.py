@@ -47,9 +47,13 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
 def describe_folder(folder: Path) -> dict[str, Any]:
-    """Return the model of a folder as a case states it (`model`), and a tiny model of its type
-    (`smoke`); if none can be made, `smoke` is None and `why` has the reason. Raises RequestError if
-    the library has no causal language model of that type, or cannot count it.
+    """Return the model of a Hugging Face folder as a case's [question.model] table (`model`), and a
+    tiny model of its type (`smoke`); if none can be made, `smoke` is None and `why` has the reason,
+    else `why` is None.
+
+    Raises RequestError if config.json cannot be read, names code of the folder itself for an
+    unknown type, the library has no causal language model of that type, or cannot build or count
+    it. No weights are read.
     """
     config = hf_config.read_hf_json(folder / hf_config.CONFIG_NAME)
     model_type = str(config.get("model_type"))
@@ -94,8 +98,12 @@ def _library_version() -> str:
 
 
 def make_model_table(model_type: str, config: dict[str, Any], null: list[str]) -> dict[str, Any]:
-    """Return a case's [question.model] table for a configuration, with counted parameters and
-    FLOPs. Raises RequestError if it cannot be built or counted.
+    """Return a case's [question.model] table of family `auto` for a configuration: the usual sizes,
+    counted parameters and FLOPs, and `config` itself. `null` are keys that config.json sets to null
+    though the library's default is not: TOML has no null, so they are listed, if there are any.
+
+    Raises RequestError if the model cannot be built or counted, or its number of positions is
+    unknown.
     """
     library_config = auto_model.make_library_config(model_type, config, null)
     text = library_config.get_text_config()
@@ -116,8 +124,8 @@ def make_model_table(model_type: str, config: dict[str, Any], null: list[str]) -
 
 
 def _find_positions(text: Any) -> int:
-    """Return the largest number of positions, from the configuration's usual field names; raise
-    RequestError if it has none.
+    """Return the largest number of positions of a text model's configuration, from the first of the
+    usual field names that has a positive integer; raise RequestError if none has.
     """
     for name in ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions"):
         value = getattr(text, name, None)
@@ -130,8 +138,9 @@ def _find_positions(text: Any) -> int:
 
 
 def shrink_config(library_config: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration fields of a tiny model of the same type: sizes replaced by those of
-    TINY, as far as `library_config` has them, and per-layer lists shortened.
+    """Return the configuration fields of a tiny model of the same type: `config` with sizes
+    replaced by those of TINY, as far as `library_config` has them (under its own names for them),
+    and per-layer lists cut to two layers.
     """
     names = {name: library_config.attribute_map.get(name, name) for name in TINY}
     sizes = {
@@ -148,8 +157,8 @@ def shrink_config(library_config: Any, config: dict[str, Any]) -> dict[str, Any]
 
 
 def main() -> None:
-    """Describe the folder in argv[1] and write the answer to the file in argv[2]; a RequestError
-    becomes {"error": text}.
+    """Describe the folder in argv[1] and write the answer as JSON to the file in argv[2]; a
+    RequestError becomes {"error": text}, other errors are raised. Limits torch to one thread.
     """
     torch.set_num_threads(1)
     folder, answer = map(Path, sys.argv[1:3])

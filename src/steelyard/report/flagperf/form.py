@@ -35,8 +35,11 @@ class LinePerValue:
 
 @dataclass(frozen=True)
 class MetricListEntry:
-    """A row in a list of metrics. `meaning_of` names the metric or setting whose meaning is printed
-    in the last cell.
+    """A row in a list of metrics on FlagPerf's page: `name`, and `index`, the short name of the
+    metric, a reference to a column, or a {name} of a page value.
+
+    `meaning_of` names the metric or setting whose meaning is printed in the last cell, which is
+    empty without it; `strong` makes the row bold.
     """
 
     name: TextPair
@@ -55,11 +58,11 @@ class MetricList:
 
 @dataclass(frozen=True)
 class ValueColumn:
-    """A column of the table of values: a setting (a name in ROW_SETTINGS), or metrics joined by a
-    slash.
+    """A column of the table of values: a setting of a run (`setting`, a key of ROW_SETTINGS), or
+    `metrics` whose numbers are joined by a slash.
 
     `form` is the number format if it is not that of the metric. A value in another unit than `unit`
-    is printed with its unit, any other with `suffix`.
+    is printed with its unit, any other with `suffix`; an empty `unit` stands for any.
     """
 
     title: TextPair
@@ -72,8 +75,8 @@ class ValueColumn:
 
 @dataclass(frozen=True)
 class ValueTable:
-    """The table of values, one row per valid run. `header_value` names a page value that is printed
-    in a row above them.
+    """The table of values, one row per valid run. `header_value` names a page value (a key of
+    PAGE_VALUES) that is printed in a row above them; empty for no such row.
     """
 
     columns: tuple[ValueColumn, ...]
@@ -86,11 +89,12 @@ FormPart = FormLines | LinePerValue | MetricList | ValueTable
 @dataclass(frozen=True)
 class PageLayout:
     """The form of one of FlagPerf's pages: its parts in order, and what differs from page to page.
+    `dataset` and `category` are texts of the page; `addresses` are where FlagPerf gets the dataset.
 
-    `addresses` are where FlagPerf gets the dataset. `explained_columns` are (column, metric) pairs
-    that its lists do not explain, and which a note does. With `note_data`, a note says which data
-    was read, because the lines have no place for it. `noted_metrics` count as that page does, and
-    stand in a note for each row.
+    `explained_columns` are (column, metric) pairs that the page's own list of metrics lacks, and
+    which a note explains. With `note_data`, a note says which data was read, because the lines have
+    no place for it. `noted_metrics` are counted as FlagPerf counts (with padding), and printed in a
+    note on each row, not in the table.
     """
 
     parts: tuple[FormPart, ...]
@@ -114,12 +118,16 @@ def see_column(column: str) -> TextPair:
 
 
 def metric_column(title: str, metric_name: str = "", unit: str = "", form: str = "") -> ValueColumn:
-    """Return a column for one metric: `metric_name`, or the title if that is empty."""
+    """Return a column of the table of values for one metric: `metric_name`, or the title if that is
+    empty. The title is the same in both languages.
+    """
     return ValueColumn(same_text(title), metrics=(metric_name or title,), unit=unit, form=form)
 
 
 def setting_column(title: str, setting_name: str = "") -> ValueColumn:
-    """Return a column for one setting: `setting_name`, or the title if that is empty."""
+    """Return a column of the table of values for one setting of a run (a key of ROW_SETTINGS):
+    `setting_name`, or the title if that is empty.
+    """
     return ValueColumn(same_text(title), setting_name or title)
 
 

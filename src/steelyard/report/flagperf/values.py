@@ -49,8 +49,8 @@ def _machine_name(record: Record) -> str | None:
 
 
 def _list_cpu(record: Record, say: PageWords) -> list[str]:
-    """List the CPU with its number of cores, or the CPU alone if that is unknown; empty if the CPU
-    is.
+    """List the CPU with its number of cores as one text, or the CPU alone if the number is unknown;
+    empty if the CPU is unknown.
     """
     hardware = record.environment.hardware
     if hardware.cpu is None or hardware.cpu_cores is None:
@@ -59,8 +59,8 @@ def _list_cpu(record: Record, say: PageWords) -> list[str]:
 
 
 def _list_packages(record: Record, say: PageWords) -> list[str]:
-    """List versions of libraries and collective libraries below the framework, and of the engine if
-    it is a package other than the framework.
+    """List as `name: version` the libraries and collective libraries below the framework, and the
+    engine's package if it is another than the framework's; unknown versions are left out.
     """
     software: Software = record.environment.software
     versions = {**software.libraries, **software.collectives}
@@ -89,8 +89,8 @@ def _list_data(record: Record, say: PageWords) -> list[str]:
 
 
 def has_generated_data(record: Record) -> bool:
-    """Return whether the run used generated data: the question asks for it, and no file was given
-    instead.
+    """Return whether the run used generated data: the question asks for it (`made`), and no file
+    was read instead.
     """
     return (
         bool(record.case.question["data"].get("made"))
@@ -104,7 +104,9 @@ def _tokenizer_facts(record: Record) -> Any:
 
 
 def _list_weights(record: Record, say: PageWords) -> list[str]:
-    """List the facts of the weights, each with its name; unknown ones are left out."""
+    """List the recorded facts of the weights as `name: value`, with the language's colon; unknown
+    ones are left out.
+    """
     weights_facts = record.weights.model_dump(mode="json")
     return [
         f"{name}{say('flagperf.colon')}{format_setting(value)}"
@@ -138,8 +140,8 @@ def _list_techniques(record: Record, say: PageWords) -> list[str]:
 
 
 def _list_optimization(record: Record, say: PageWords) -> list[str]:
-    """List the settings that are not the default and the attention kernel that the engine chose, or
-    a text for "none"; the parallel plan is left out.
+    """List as `name=value` the attention kernel that the engine chose and the settings that are not
+    the default, without the parallel plan; a text for "none" if there are none.
     """
     settings = {"attention": record.engine.details.attention, **list_non_default_settings(record)}
     chosen = {
@@ -151,8 +153,8 @@ def _list_optimization(record: Record, say: PageWords) -> list[str]:
 
 
 def _find_batch(record: Record) -> int | None:
-    """Return the global batch of training, or the part of it that a step of a window takes; None
-    for inference.
+    """Return the global batch of training in the task's unit, or the sample of it that a step of a
+    window takes; None for inference.
     """
     train = record.question.train
     return None if train is None else record.scope.sample or train.batch
@@ -229,8 +231,8 @@ def list_page_values(records: list[Record], name: str, say: PageWords) -> list[s
 
 
 def _format_config(record: Record, say: PageWords, memory: str = "") -> str:
-    """Return device, nodes, cards and nodes x devices as FlagPerf writes a configuration; `memory`
-    is appended to it.
+    """Return device, number of nodes, number of cards and `nodes x devices` as FlagPerf writes a
+    configuration; `memory` is appended to the last.
     """
     plan = record.plan
     plural_nodes = say.get_or_fallback(
@@ -254,8 +256,9 @@ def _format_config_memory(record: Record, say: PageWords) -> str:
 
 
 def _format_changes(record: Record, say: PageWords) -> str:
-    """Return the settings that were changed, and for a window the part of the global batch that a
-    step takes, as GBS.
+    """Return the settings that come from the case or a user, as `key=value` joined by commas, and
+    for a window the part of the global batch that a step takes, as `GBS=N`; UNKNOWN if there are
+    none.
     """
     batch, window = _find_batch(record), record.scope.sample
     parts = [format_changed_settings(record), f"GBS={batch}" if window else ""]
@@ -263,8 +266,9 @@ def _format_changes(record: Record, say: PageWords) -> str:
 
 
 def _format_batch(record: Record, say: PageWords) -> str:
-    """Return micro-batch, accumulation steps and tokens of a global batch; the tokens are UNKNOWN
-    unless the batch counts rows of training.
+    """Return `per_device_bs=…, accumulate=…, (global bs = … tokens)`: micro-batch, number of
+    micro-batches in a step, and tokens of a global batch; the tokens are UNKNOWN unless the batch
+    counts rows of training.
     """
     train, batch = record.question.train, _find_batch(record)
     accumulate = record.engine.details.micro_batches
@@ -278,8 +282,8 @@ def _format_batch(record: Record, say: PageWords) -> str:
 
 
 def _format_strategy(record: Record, say: PageWords) -> str:
-    """Return attention, compiler, recomputation, sharding and degrees above 1 as `key=value` joined
-    by commas.
+    """Return attention, compiler, recomputation, sharding stage and degree, and parallel degrees
+    above 1 as `key=value` joined by commas; those that are unset are left out.
     """
     tune, plan = record.tune, record.plan
     strategy = {
@@ -296,8 +300,8 @@ def _format_strategy(record: Record, say: PageWords) -> str:
 
 
 def _format_memory(record: Record, say: PageWords) -> str:
-    """Return the memory of one device times the devices, in GiB; with a pipeline, stage by stage;
-    UNKNOWN if not measured.
+    """Return the memory of one device times the devices, such as `71.2 * 8 GiB`; with a pipeline,
+    stage by stage; UNKNOWN if not measured.
     """
     if record.plan.pp > 1:
         stage_memory = format_stage_memory(record)

@@ -54,8 +54,8 @@ _LINE_FORMAT = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """Alternating turns of human and assistant, and an instruction to the assistant before them,
-    mostly empty.
+    """Turns as (role, text), human and assistant alternating and the human first, and an
+    instruction to the assistant before them, mostly empty.
     """
 
     turns: tuple[tuple[Role, str], ...]
@@ -63,9 +63,9 @@ class Conversation:
 
 
 def read_conversations(source: Path, joint: str = DEFAULT_JOINT) -> tuple[list[Conversation], str]:
-    """Read all conversations in file order; return them with the file's name. `joint` is put
-    between instruction and input of alpaca's JSON. Raises RequestError if the file is missing, too
-    large or malformed.
+    """Read all conversations of a file, or of the folder that holds it, in file order; return them
+    with the file's name. `joint` is put between instruction and input of alpaca's JSON. Raises
+    RequestError if the file is missing, unreadable, too large or malformed.
     """
     path = _find_file(source)
     return list(_parse_conversations(_read_content(path), path, joint)), path.name
@@ -73,7 +73,8 @@ def read_conversations(source: Path, joint: str = DEFAULT_JOINT) -> tuple[list[C
 
 def check_source(source: Path) -> None:
     """Raise RequestError if a file, or the folder of one, does not begin with a valid conversation.
-    Reads at most the first MiB; JSON that is cut there is accepted.
+    Parses no more than the first, and reads at most the first MiB (unpacked); a conversation that
+    is cut there is accepted.
     """
     path = _find_file(source)
     with jsonl.refuse_unreadable(path):
@@ -90,8 +91,12 @@ def check_source(source: Path) -> None:
 
 
 def _parse_conversations(content: bytes, path: Path, joint: str) -> Iterator[Conversation]:
-    """Parse a file's content in either form, one conversation at a time. Raises RequestError if it
-    begins like neither, or an element is malformed.
+    """Parse a file's content and yield its conversations one at a time. A file that begins with "["
+    is alpaca's JSON list, one with "{" conversations as JSON lines.
+
+    `joint` is put between instruction and input of alpaca's, and has no effect on JSON lines;
+    `path` is for messages. Raises RequestError if the file begins otherwise or is empty, or when it
+    comes to a malformed element or line.
     """
     first = content.lstrip(b" \t\r\n")[:1]
     if first == b"[":
@@ -112,8 +117,9 @@ def _parse_conversations(content: bytes, path: Path, joint: str) -> Iterator[Con
 
 
 def _find_file(source: Path) -> Path:
-    """Return the data file: the path itself, or the only .json or .jsonl (.gz) file of a folder,
-    tokenizer files aside. Raises RequestError if there is not exactly one.
+    """Return the data file: the path itself if it is a file, or the only .json or .jsonl (.gz) file
+    of a folder, tokenizer files aside. Raises RequestError if the path does not exist or the folder
+    has not exactly one.
     """
     if source.is_file():
         return source
@@ -137,8 +143,8 @@ def _find_file(source: Path) -> Path:
 
 
 def _read_content(path: Path) -> bytes:
-    """Return the bytes of a file, unpacked if gzipped. Raises RequestError if it cannot be read or
-    is too large, packed or unpacked.
+    """Return the bytes of a file, unpacked if gzipped. Raises RequestError if it cannot be read,
+    has more than 1 GiB unpacked, or is a gzip of more than 256 MiB.
     """
     with jsonl.refuse_unreadable(path, "; alpaca's data has 23 MB"):
         with files.open_regular(path) as file:
@@ -154,15 +160,20 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def _skip_space(text: str, position: int) -> int:
-    """Return the first position from `position` on that is not JSON white space."""
+    """Return the first position in `text`, from `position` on, that is not JSON white space; the
+    text's length if there is none.
+    """
     match = _SPACE.match(text, position)
     return match.end() if match else position
 
 
 def _parse_elements(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
-    """Parse a JSON list element by element, and yield each with its location for error messages.
+    """Parse a JSON list element by element, and yield (element, its location for error messages);
+    an element may be any JSON value.
+
     Raises RequestError at the first element that is not JSON, so that a wrong file is refused
-    before it fills the memory; also for an empty list, and for text behind it.
+    before it fills the memory; also if the content is not UTF-8, for an empty list, and for
+    anything but a comma or the list's end behind an element, or text behind the list.
     """
     try:
         text = content.decode("utf-8")
@@ -194,8 +205,10 @@ def _parse_elements(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _convert_element(element: Any, location: str, joint: str) -> Conversation:
-    """Return an object of alpaca's JSON as a conversation of two turns. Raises RequestError if a
-    field is missing or no string.
+    """Return an object of alpaca's JSON as a conversation of two turns: the human's instruction,
+    with `joint` and the input behind it if there is an input, and the assistant's output. Raises
+    RequestError, which begins with `location`, if it is no object, `instruction` or `output` is
+    missing, or a field is no string of valid Unicode.
     """
     if not isinstance(element, dict):
         raise RequestError(f"{location} is {shown(element)}; {_ELEMENT_FORMAT}")
@@ -215,8 +228,10 @@ def _convert_element(element: Any, location: str, joint: str) -> Conversation:
 
 
 def _convert_line(line: jsonl.JsonLine) -> Conversation:
-    """Return a JSON line as a conversation. Raises RequestError unless turns alternate, the human
-    begins and the assistant answers.
+    """Return a JSON line as a conversation. Raises RequestError if it is not of the form of
+    `_LINE_FORMAT`: turns must alternate between human ("human" or "user") and assistant ("gpt" or
+    "assistant"), the human first and the assistant at least once; the last turn may be the human's.
+    Texts must be valid Unicode; `instruction` may be missing.
     """
     value, location = line.value, line.location
     turns = value.get("conversations") if isinstance(value, dict) else None
@@ -290,8 +305,8 @@ _WORDS = (
 def generate_conversations(
     config: GeneratedConversationsConfig, joint: str = DEFAULT_JOINT
 ) -> list[Conversation]:
-    """Generate distinct conversations of one or two exchanges, in which words are to be repeated,
-    from a seed. Some have instruction and input with `joint` between them.
+    """Generate `config.conversations` distinct conversations of one or two exchanges from a seed,
+    in which words are to be repeated. Some have instruction and input with `joint` between them.
     """
     rng = random.Random(f"alpaca:{config.seed}")
     conversations: dict[Conversation, None] = {}
@@ -309,7 +324,9 @@ def generate_conversations(
 
 
 def _generate_exchange(rng: random.Random, joint: str) -> tuple[tuple[Role, str], tuple[Role, str]]:
-    """Generate one exchange: a turn of the human, and the assistant's answer."""
+    """Generate one exchange from three random words: a request of the human, and the assistant's
+    right answer, as two (role, text). Advances `rng`.
+    """
     first, second, third = rng.sample(_WORDS, 3)
     request, answer = rng.choice(
         (

@@ -66,8 +66,10 @@ _ENCODE_BATCH = 1024  # conversations encoded in one call
 
 
 def prepare(request: TaskRequest) -> PreparedData:
-    """Read or generate conversations, and return training rows of them for an engine. Raises
-    RequestError if data are missing or wrong, or too few samples remain.
+    """Read or generate conversations, tokenize them, and return `ConversationRows` as inputs with
+    facts and empty outputs. Raises RequestError if data are missing or wrong, the tokenizer does
+    not fit or has no end token, too few samples remain to hold out and train on, or the sample is
+    larger than the batch.
     """
     fields: AlpacaData = request.data
     if request.sources.data is not None:
@@ -101,7 +103,9 @@ def prepare(request: TaskRequest) -> PreparedData:
 
 @dataclass(frozen=True)
 class ConversationSample:
-    """One tokenized conversation, with the tokens that are learned."""
+    """One tokenized conversation, perhaps cut, with the tokens that are learned (those that count
+    in the loss).
+    """
 
     tokens: tuple[int, ...]
     learned: tuple[bool, ...]  # per token, whether it is a target
@@ -111,7 +115,9 @@ class ConversationSample:
 
 @dataclass(frozen=True)
 class _Frame:
-    """The tokens that a tokenizer puts before and after every text, and the end token."""
+    """The tokens that a tokenizer puts before (`begin`) and after (`close`) every text, and the id
+    of its end token. A sample gets `begin` and `end` once; `close` is dropped.
+    """
 
     begin: list[int]
     close: list[int]
@@ -126,7 +132,8 @@ def encode_conversations(
 
     Shortened are samples that were cut, and those left out because nothing learned remained (so
     there may be fewer samples than conversations). With `last_target` the token behind the cut is
-    kept as a target, so that one token beyond `length` does not count as shortened.
+    kept as a target, so that one token beyond `length` does not count as shortened. Raises
+    RequestError if the tokenizer has no end token or does not frame every text alike.
     """
     frame = _find_frame(tokenizer)
     samples, shortened = [], 0
@@ -141,8 +148,8 @@ def encode_conversations(
 
 
 def _cut_sample(whole: ConversationSample, length: int, last_target: bool) -> ConversationSample:
-    """Cut a sample to `length` tokens; with `last_target` keep the next token as `beyond` if it is
-    learned.
+    """Return a sample cut to its first `length` tokens; with `last_target` the next token is kept
+    as `beyond` if there is one and it is learned.
     """
     learned = last_target and any(whole.learned[length : length + 1])
     return ConversationSample(
@@ -151,8 +158,8 @@ def _cut_sample(whole: ConversationSample, length: int, last_target: bool) -> Co
 
 
 def _find_frame(tokenizer: Tokenizer) -> _Frame:
-    """Find what a tokenizer puts around every text, by encoding an empty text and a letter. Raises
-    RequestError if it has no end token.
+    """Return what a tokenizer puts around every text, found by encoding an empty text and "a": what
+    both begin with, and the rest of the empty one. Raises RequestError if it has no end token.
     """
     empty, letter = tokenizer.encode(["", "a"])
     begin = count_common_prefix([empty, letter])
@@ -162,8 +169,9 @@ def _find_frame(tokenizer: Tokenizer) -> _Frame:
 def _encode_whole(
     conversations: list[Conversation], tokenizer: Tokenizer, frame: _Frame
 ) -> Iterator[ConversationSample]:
-    """Yield the uncut sample of each conversation. Raises RequestError if the tokenizer does not
-    frame every text alike.
+    """Yield the uncut sample of each conversation: begin tokens, its pieces encoded one by one, the
+    end token, which is learned if the assistant spoke last. Raises RequestError if the tokenizer
+    does not frame every text alike.
     """
     pieces = [_split_conversation(conversation) for conversation in conversations]
     encoded = iter(tokenizer.encode([text for texts in pieces for text, _ in texts]))
@@ -179,8 +187,9 @@ def _encode_whole(
 
 
 def _split_conversation(conversation: Conversation) -> list[tuple[str, bool]]:
-    """Return the texts of a conversation that are encoded each on its own, and whether each is
-    learned.
+    """Return the texts of a conversation that are encoded each on its own, in order, as (text,
+    whether it is learned): header, instruction if any, a line per human turn, and for the assistant
+    the tag and, learned, its text.
     """
     pieces = [(HEADER, False)]
     if conversation.instruction:
@@ -195,8 +204,8 @@ def _split_conversation(conversation: Conversation) -> list[tuple[str, bool]]:
 
 
 def _strip_frame(ids: list[int], frame: _Frame, source: str) -> list[int]:
-    """Return token ids without the frame. Raises RequestError, which names the tokenizer's
-    `source`, if they are not framed as expected.
+    """Return the token ids of a text without the frame's `begin` and `close`. Raises RequestError,
+    which names the tokenizer's `source`, if they are not framed so.
     """
     first, last = len(frame.begin), len(ids) - len(frame.close)
     if ids[:first] != frame.begin or ids[last:] != frame.close or last < first:
@@ -208,8 +217,8 @@ def _strip_frame(ids: list[int], frame: _Frame, source: str) -> list[int]:
 
 
 def fingerprint_conversations(conversations: list[Conversation], tokenizer: Tokenizer) -> str:
-    """Return the SHA-256 (hex) of all conversations, whatever form they were read from, and of the
-    tokenizer's vocabulary.
+    """Return the SHA-256 (hex) of all conversations in order (instruction and turns), whatever form
+    they were read from, and of the tokenizer's vocabulary.
     """
     return fingerprint_parts(
         tokenizer,
@@ -221,8 +230,8 @@ def fingerprint_conversations(conversations: list[Conversation], tokenizer: Toke
 
 
 def count_totals(samples: list[ConversationSample]) -> dict[str, int | float]:
-    """Return the number of samples, of their tokens and of learned targets, and the longest and
-    mean sample in tokens.
+    """Return `samples` (their number), `tokens`, `learned` (targets, those beyond a cut included),
+    `longest` and `mean` (tokens of a sample); zeros if there are none.
     """
     sizes = [len(sample.tokens) for sample in samples]
     return {
@@ -253,8 +262,8 @@ class ConversationRows:
         held_out_samples: int,
         pack: bool = True,
     ) -> None:
-        """Raises RequestError if a sample is longer than a row, no sample would be left to train
-        on, or the batch is below 1.
+        """Draw the held-out samples. Raises RequestError if a sample is longer than a row, no
+        sample would be left to train on, `held_out_samples` is negative, or the batch is below 1.
         """
         longest = count_totals(samples)["longest"]
         if longest > length:
@@ -278,18 +287,24 @@ class ConversationRows:
         self._held_out = sorted(order[len(samples) - held_out_samples :])
 
     def batch(self, step: int) -> list[RowKey]:
-        """Return the keys of the rows in the global batch of a step, counted from 0."""
+        """Return the keys (tuples of sample numbers) of the rows that hold the global batch of a
+        step, counted from 0. With packing the number of rows differs from step to step.
+        """
         drawn = draw_step_batch(
             step, self._batch_samples, len(self._trained), f"alpaca:epoch:{self._seed}"
         )
         return self._group_into_rows([self._trained[i] for i in drawn])
 
     def held_out(self) -> list[RowKey]:
-        """Return the keys of the rows that hold the held-out samples."""
+        """Return the keys (tuples of sample numbers) of the rows that hold the held-out
+        conversations; the same at every call.
+        """
         return self._group_into_rows(self._held_out)
 
     def _group_into_rows(self, numbers: list[int]) -> list[RowKey]:
-        """Group samples into rows and return the rows' keys."""
+        """Group samples, given by their numbers, into rows and return the rows' keys: packed with
+        `pack_first_fit`, or one row per sample in this order.
+        """
         if not self._pack:
             return [(i,) for i in numbers]
         return pack_first_fit(
@@ -297,8 +312,9 @@ class ConversationRows:
         )
 
     def row(self, key: RowKey) -> TrainingRow:
-        """Return the row of these samples, each a segment, padded to the full length. Targets that
-        are not learned are ignored.
+        """Return the row of the samples in `key`, each a segment, padded to the full length with
+        token 0 and ignored targets. A target is the sample's next token if that is learned, else
+        ignored; the last token's is the one beyond a cut, if kept.
         """
         samples = [self._samples[i] for i in key]
         lens = [len(sample.tokens) for sample in samples]
@@ -319,8 +335,10 @@ class ConversationRows:
 
 
 def pack_first_fit(lengths: dict[int, int], numbers: Iterable[int], room: int) -> list[RowKey]:
-    """Pack items into rows of `room` tokens: longest first, each into the first row that has room
-    for it. Return the tuples of item numbers; the order of `numbers` has no influence.
+    """Pack items into rows of `room` tokens: longest first (then by number), each into the first
+    row that has room for it. Return each row's item numbers as a tuple; the order of `numbers` has
+    no influence. `lengths` maps an item's number to its tokens; an item longer than `room` gets a
+    row of its own.
     """
     rows: list[list[int]] = []
     free: list[int] = []

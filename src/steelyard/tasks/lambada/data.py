@@ -43,7 +43,7 @@ _LINE_FORMAT = 'a line is {"text": "…"}'
 @dataclass(frozen=True)
 class LambadaTexts:
     """Tokenized passages, each with its begin token (if the tokenizer has one) and end token;
-    implements `PassageTexts`.
+    implements `PassageTexts`. Made by `encode_passages`; lists are per passage.
     """
 
     rows: list[list[int]]
@@ -53,8 +53,10 @@ class LambadaTexts:
 
 
 def prepare(request: TaskRequest) -> PreparedData:
-    """Read or generate passages, and tokenize those that the request selects. Raises RequestError
-    if data are missing or wrong.
+    """Read or generate passages, tokenize those that the request selects, and return them as
+    `LambadaTexts` with facts and empty outputs. Raises RequestError if data are missing or wrong,
+    the tokenizer does not fit, the selection does not exist, or a passage cannot be encoded as
+    required (`encode_passages`).
     """
     fields: LambadaData = request.data
     texts, label = load_passages(fields, request.sources.data)
@@ -84,9 +86,9 @@ def prepare(request: TaskRequest) -> PreparedData:
 
 
 def load_passages(data: LambadaData, source: Path | None) -> tuple[list[str], str]:
-    """Return the passages and the name of their file, "made" if generated (no path given). Raises
-    RequestError if the case generates none and no path is given, or if their number is not the
-    case's.
+    """Return the passages and the name of their file; without a path, generated passages and
+    "made". Raises RequestError if no path is given and the case generates none, if the file is
+    missing or malformed, or if its number of passages is not the case's `rows`.
     """
     if source is None:
         if data.made is None:
@@ -110,8 +112,9 @@ def load_passages(data: LambadaData, source: Path | None) -> tuple[list[str], st
 
 
 def read_passages(source: Path) -> list[str]:
-    """Read all passages in line order. Raises RequestError if the file is missing, empty, too large
-    or malformed.
+    """Read all passages of a file, or of the folder that holds it, in line order. Raises
+    RequestError if the file is missing, unreadable, empty or above a limit (64 MiB, a million
+    lines, 1 MiB in a line), or a line is malformed.
     """
     path = _find_file(source)
     with jsonl.refuse_unreadable(path, "; LAMBADA's test set has 1.8 MB"):
@@ -127,7 +130,9 @@ def read_passages(source: Path) -> list[str]:
 
 
 def check_source(source: Path) -> None:
-    """Raise RequestError if a file, or the folder of one, does not begin with a line of LAMBADA."""
+    """Raise RequestError if a file, or the folder of one, is missing or empty, or its first line is
+    not one of LAMBADA. Reads no further lines.
+    """
     path = _find_file(source)
     line = next(jsonl.read_json_lines(path, _LINE_FORMAT, MAX_LINE_BYTES), None)
     if line is None:
@@ -141,8 +146,8 @@ def _empty_file_message(path: Path) -> str:
 
 
 def _find_file(source: Path) -> Path:
-    """Return the data file: the path itself, or a file of a known name in the folder or its
-    `data/`. Raises RequestError if there is none.
+    """Return LAMBADA's data file: the path itself if it is a file, or the first of `FILE_NAMES` in
+    the folder, else in its `data/`. Raises RequestError if there is none.
     """
     if source.is_file():
         return source
@@ -162,7 +167,9 @@ def _find_file(source: Path) -> Path:
 
 
 def _limit_lines(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield numbered lines. Raises RequestError if one is too long."""
+    """Yield (number from 1, bytes) of each line of a file's content. Raises RequestError if one has
+    more than `MAX_LINE_BYTES`; `path` is for the message.
+    """
     for number, line in jsonl.split_lines(content):
         if len(line) > MAX_LINE_BYTES:
             raise RequestError(
@@ -172,8 +179,9 @@ def _limit_lines(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _check_passage(line: jsonl.JsonLine) -> str:
-    """Return the text of a line. Raises RequestError unless it is a string of at least two words
-    that does not end in white space.
+    """Return the passage in key `text` of a line, unchanged. Raises RequestError unless it is a
+    string of valid Unicode, of at least two words with a space between, that does not end in white
+    space.
     """
     text = line.value.get("text") if isinstance(line.value, dict) else None
     if not isinstance(text, str):
@@ -189,7 +197,7 @@ def _check_passage(line: jsonl.JsonLine) -> str:
 
 
 def fingerprint_passages(texts: list[str], tokenizer: Tokenizer) -> str:
-    """Return the SHA-256 (hex) of all passages and of the tokenizer's vocabulary."""
+    """Return the SHA-256 (hex) of all passages in order and of the tokenizer's vocabulary."""
     return fingerprint_parts(tokenizer, [to_canonical_json(texts)])
 
 
@@ -201,10 +209,13 @@ def encode_passages(
     seed: int,
     pool: list[int] | None = None,
 ) -> LambadaTexts:
-    """Tokenize all passages, or those in `pool`, or a seeded sample of these.
+    """Tokenize all passages, or those at the positions in `pool`, or a seeded sample of these, in
+    the order of the set; each gets the end token once.
 
-    The last word is what follows the last space. Raises RequestError if a passage has more tokens
-    than `positions`, its last word has no token of its own, or the tokenizer has no end token.
+    The last word is what follows the last space; its tokens are those from the first on that
+    differs from the text without it. Raises RequestError if a passage has more tokens than
+    `positions`, its last word has no token of its own, the tokenizer has no end token, or the
+    sample is larger than the set.
     """
     end = require_end_token(tokenizer)
     index = choose_items(len(texts), sample, seed, "passage", pool)
@@ -272,7 +283,9 @@ _CLOSINGS = (
 
 
 def generate_passages(config: GeneratedPassagesConfig) -> list[str]:
-    """Generate distinct passages from a seed: who took what where, ending with such a thing."""
+    """Generate `config.passages` distinct passages from a seed: who took what where, ending with
+    one of these things.
+    """
     rng = random.Random(f"lambada:{config.seed}")
     passages: dict[str, None] = {}
     while len(passages) < config.passages:
@@ -281,7 +294,9 @@ def generate_passages(config: GeneratedPassagesConfig) -> list[str]:
 
 
 def _generate_passage(rng: random.Random) -> str:
-    """Generate one passage whose last word occurs earlier in it."""
+    """Generate one passage of one to five sentences and an unfinished one, whose last word occurs
+    earlier in it. Advances `rng`.
+    """
     things = rng.sample(_THINGS, rng.randrange(1, 6))
     sentences = []
     for thing in things:

@@ -12,14 +12,17 @@ from steelyard.words import get_meanings
 
 
 class GeneratedPassagesConfig(FrozenModel):
-    """How many passages to generate, and from which seed."""
+    """How to generate LAMBADA's data: the number of `passages`, and the seed."""
 
     passages: int = Field(ge=1)
     seed: int = 0
 
 
 class LambadaData(FrozenModel):
-    """The fields of `question.data` of LAMBADA. `fingerprint` is that of the published data set."""
+    """The fields of `question.data` of LAMBADA. A data file with another number of passages than
+    `rows` is refused. `fingerprint` is that of the published data set (other data are not refused),
+    `made` how to generate passages if no data path is given; None: data are required.
+    """
 
     kind: Literal["lambada"]
     rows: int = Field(5153, ge=1, description="passages of the set; another number is another set")

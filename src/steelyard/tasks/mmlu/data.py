@@ -32,8 +32,9 @@ MAX_ROWS = 200_000  # in all; a row takes at least 500 bytes of memory; MMLU has
 
 
 def prepare(request: TaskRequest) -> PreparedData:
-    """Read or generate MMLU's questions, and make prompts of those that the request selects. Raises
-    RequestError if data are missing or wrong.
+    """Read or generate MMLU's questions, make prompts of those that the request selects, and return
+    them with facts and empty outputs. Raises RequestError if data are missing or wrong, or a prompt
+    cannot be made (`prepare_questions`).
     """
     return questions.prepare_questions(
         request, *load_subjects(request.data, request.sources.data), location=TEST_FILE
@@ -41,10 +42,12 @@ def prepare(request: TaskRequest) -> PreparedData:
 
 
 def load_subjects(data: MmluData, source: Path | None) -> tuple[list[Subject], str]:
-    """Return the subjects and the name of their source, "made" if generated (no path given).
+    """Return the subjects and the name of the file or folder they are from; without a path,
+    generated subjects and "made".
 
-    Raises RequestError if the case generates none and no path is given, if the number of subjects
-    is not the case's, or a subject has fewer examples than `shots`.
+    Raises RequestError if no path is given and the case generates none, if the files cannot be read
+    (`read_subjects`), their number of subjects is not the case's, or a subject has fewer examples
+    than `shots`.
     """
     if source is None:
         if data.made is None:
@@ -73,8 +76,9 @@ def load_subjects(data: MmluData, source: Path | None) -> tuple[list[Subject], s
 
 
 def read_subjects(source: Path) -> list[Subject]:
-    """Read all subjects of a folder or tar, sorted by name. Raises RequestError if files are
-    missing, malformed or too large.
+    """Read all subjects of MMLU's folder or tar, sorted by name. Raises RequestError if there are
+    no files, a subject lacks its dev or test file, or something is unreadable, malformed or above a
+    limit (bytes, rows, members).
     """
     files: dict[tuple[str, str], bytes] = {}
     size = 0
@@ -107,7 +111,7 @@ def read_subjects(source: Path) -> list[Subject]:
 
 def check_source(source: Path) -> None:
     """Raise RequestError if a folder or tar holds no file of MMLU, or the first one is not MMLU's
-    CSV. Reads no more than that file.
+    CSV. Of a folder no more than that file is read, of a tar nothing behind it.
     """
     first_file = next(_iterate_files(source), None)
     if first_file is None:
@@ -125,8 +129,8 @@ def _no_files_message(source: Path) -> str:
 
 
 def _iterate_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Yield (split, subject, content) of each CSV file in a folder or tar. Raises RequestError if
-    the path does not exist.
+    """Yield (split, subject, content) of each CSV file of MMLU in a folder or tar, one at a time;
+    `split` is dev or test. Raises RequestError if the path does not exist or a file cannot be read.
     """
     if source.is_dir():
         yield from _iterate_folder(source)
@@ -139,8 +143,9 @@ def _iterate_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _iterate_folder(source: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Yield (split, subject, content) of the CSV files in `dev/` and `test/` of a folder or of its
-    `data/`; else those of the only tar in the folder; else nothing.
+    """Yield (split, subject, content) of the CSV files in `dev/`, then `test/`, of a folder or else
+    of its `data/`, sorted by name. If neither has `test/`, yield those of the only tar in the
+    folder; nothing if there is not exactly one.
     """
     for root in (source, source / "data"):
         if (root / "test").is_dir():
@@ -154,15 +159,18 @@ def _iterate_folder(source: Path) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _read_csv_bytes(path: Path) -> bytes:
-    """Return the bytes of a CSV file. Raises RequestError if it cannot be read or is too large."""
+    """Return the bytes of a CSV file, unpacked if gzipped. Raises RequestError if it cannot be read
+    or has more than `MAX_FILE_BYTES`.
+    """
     with jsonl.refuse_unreadable(path):
         return files.read_file(path, MAX_FILE_BYTES)
 
 
 def _iterate_tar(source: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Yield (split, subject, content) of the CSV files of a tar, other members skipped. Reads to
-    its end, so that a compressed file's checksum is verified. Raises RequestError if it is no
-    readable tar or exceeds a limit.
+    """Yield (split, subject, content) of the CSV files in folders `dev` and `test` of a tar, in its
+    order; other members are skipped. Reads to its end, so that a compressed file's checksum is
+    verified. Raises RequestError if it is no readable tar, or exceeds a limit: 1 GiB, 10,000
+    members, 64 MiB in a file.
     """
     try:
         with archive.open_tar(source, MAX_TAR_BYTES, SIZE_HINT) as (tar, stream):
@@ -194,8 +202,9 @@ def _iterate_tar(source: Path) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _parse_rows(content: bytes, name: str, most_rows: int) -> tuple[McqRow, ...]:
-    """Parse a CSV file into questions. Raises RequestError, with the file's `name`, if it is
-    malformed, empty, or has more than `most_rows` rows.
+    """Parse the content of a CSV file without header into questions, in order. Raises RequestError,
+    with the file's `name`, if it is not CSV in UTF-8, a row is malformed, it is empty, or it has
+    more than `most_rows` rows.
     """
     rows: list[McqRow] = []
     try:
@@ -215,8 +224,8 @@ def _parse_rows(content: bytes, name: str, most_rows: int) -> tuple[McqRow, ...]
 
 
 def _check_row(row: list[str], name: str, number: int) -> McqRow:
-    """Return a CSV row as a question. Raises RequestError unless it has six columns and its answer
-    is A, B, C or D.
+    """Return a CSV row as a question (text, four choices, letter). Raises RequestError, with the
+    file's `name` and the row's `number`, unless it has six columns and its answer is A, B, C or D.
     """
     if len(row) != 6:
         raise RequestError(

@@ -11,7 +11,10 @@ from steelyard.tasks.questions import QuestionFields
 
 
 class MmluData(QuestionFields):
-    """The fields of `question.data` of MMLU. `fingerprint` is that of the published data set."""
+    """The fields of `question.data` of MMLU: those of `QuestionFields` (shots, context, subjects,
+    fingerprint, made), with 57 as the default number of subjects; data files with another number
+    are refused.
+    """
 
     kind: Literal["mmlu"]
     subjects: int = Field(57, ge=1)

@@ -25,9 +25,10 @@ _WHEN = ("at dawn", "at noon", "before the rain", "after the fair")
 
 
 def prepare(request: TaskRequest) -> PreparedData:
-    """Open or generate a corpus and return training rows of it. Reads all tokens, to check them
-    against the vocabulary and to fingerprint them. Raises RequestError if data are missing or
-    wrong.
+    """Open the token files, or generate documents, and return `CorpusRows` as inputs with facts and
+    empty outputs. Reads all tokens, to check them against the vocabulary and to fingerprint them;
+    no tokenizer is loaded for token files. Raises RequestError if data are missing or wrong, have
+    fewer than three documents, or the sample is larger than the batch.
     """
     fields: CorpusData = request.data
     if request.sources.data is not None:
@@ -55,8 +56,9 @@ def prepare(request: TaskRequest) -> PreparedData:
 
 
 def generate_corpus(config: GeneratedTextConfig, tokenizer: Tokenizer) -> Corpus:
-    """Generate documents of a few sentences from a seed, each ended by the end token, as a corpus
-    in memory.
+    """Generate `config.documents` documents of 2 to 11 sentences from a seed, each with the
+    tokenizer's end token behind it, and return them as a corpus in memory named "made". Raises
+    RequestError if the tokenizer has no end token.
     """
     rng = random.Random(f"text:{config.seed}")
     texts = [
@@ -69,6 +71,6 @@ def generate_corpus(config: GeneratedTextConfig, tokenizer: Tokenizer) -> Corpus
 
 
 def _generate_sentence(rng: random.Random) -> str:
-    """Generate a sentence: who does what, and when."""
+    """Return a random sentence: who does what, and when. Advances `rng`."""
     who, deed, things = rng.choice(_DEEDS)
     return f"The {who} {deed} the {rng.choice(things)} {rng.choice(_WHEN)}."

@@ -9,15 +9,16 @@ from steelyard.tasks.held_out_loss import rows_task
 
 
 class GeneratedTextConfig(FrozenModel):
-    """How many documents to generate, and from which seed."""
+    """How to generate a corpus: the number of `documents`, at least three, and the seed."""
 
     documents: int = Field(ge=3)
     seed: int = 0
 
 
 class CorpusData(FrozenModel):
-    """The fields of `question.data` of OpenWebText. `fingerprint` is that of the published data
-    set.
+    """The fields of `question.data` of OpenWebText. `held_out` is the most validation rows whose
+    loss is measured, `fingerprint` that of the published corpus (other data are not refused),
+    `made` how to generate documents if no data path is given; None: data are required.
     """
 
     kind: Literal["openwebtext"]

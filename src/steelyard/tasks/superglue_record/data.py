@@ -31,9 +31,13 @@ _ENCODE_BATCH = 1024  # samples whose texts are encoded in one call
 
 
 def prepare(request: TaskRequest) -> PreparedData:
-    """Read or generate queries, and return a cloze data set for an engine. Raises RequestError if
-    data are missing or wrong, a query does not fit, or the model's vocabulary has no room for the
-    start and end tokens of a piece.
+    """Read or generate queries, and return a `ClozeDataset` as inputs with facts and empty outputs.
+    `published` is False unless the numbers of queries are those of the case's `published` table;
+    then the fingerprint decides.
+
+    Raises RequestError if data or word pieces are missing or wrong, a query does not fit the row
+    length, the model's vocabulary has no room for the start and end tokens of a piece, or the
+    sample is larger than the batch.
     """
     fields: SuperglueRecordData = request.data
     tokenizer, label, train, evaluated = _read_queries(request, fields)
@@ -81,8 +85,10 @@ def prepare(request: TaskRequest) -> PreparedData:
 def _read_queries(
     request: TaskRequest, fields: SuperglueRecordData
 ) -> tuple[WordPieces, str, list[Query], list[Query]]:
-    """Return the tokenizer, the name of the source ("made" if generated), the queries to train on
-    and those to evaluate. Raises RequestError if data are missing or malformed.
+    """Return (tokenizer, name of the data folder, queries to train on, queries to evaluate);
+    without a data path the queries are generated and the name is "made". Raises RequestError if no
+    path is given and the case generates none, or if queries or word pieces are missing or
+    malformed.
     """
     source = request.sources.data
     if source is not None:
@@ -98,8 +104,8 @@ def _read_queries(
 
 @dataclass(frozen=True)
 class _CandidateSet:
-    """A query with the candidate texts that are scored for it, the indices of the right ones, and
-    the answers' texts.
+    """A sample before it is tokenized: a query, the candidate texts that are scored for it, the
+    indices of the right ones, and the answers' texts (in training the one answer).
     """
 
     query: Query
@@ -111,15 +117,15 @@ class _CandidateSet:
 def make_training_samples(
     train_queries: list[Query], tokenizer: WordPieces, positions: int, wrong: int
 ) -> tuple[list[ClozeSample], int]:
-    """Make a training sample for every answer of every query; return them with the number of
-    shortened contexts.
+    """Make a training sample for every answer of every query, in order; return (samples, number of
+    shortened contexts).
 
     The answer is the first candidate; the others are the sorted entities that are no answer of the
     query. If there are more than `wrong` of these, they are shuffled and the first `wrong` taken,
     in shuffled order. One generator with a fixed seed draws for the whole set, as in GLM's
     processor, whose draws are the same. (There a query's answers are an unordered set, so which of
     several answers gets which draw is undefined.) Raises RequestError if a query does not fit in
-    `positions`.
+    `positions` without its passage.
     """
     rng = random.Random(SHUFFLE_SEED)
     choices = []
@@ -135,11 +141,12 @@ def make_training_samples(
 def make_evaluation_samples(
     evaluated: list[Query], tokenizer: WordPieces, positions: int
 ) -> tuple[list[ClozeSample], int]:
-    """Make an evaluation sample for every query; return them with the number of shortened contexts.
+    """Make an evaluation sample for every query, in order; return (samples, number of shortened
+    contexts).
 
     Candidates are all entities and nothing else. An answer that is no entity cannot be chosen; a
     query whose answers are all such has no right candidate and counts as wrong, as in GLM's own
-    evaluation. Raises RequestError if a query does not fit in `positions`.
+    evaluation. Raises RequestError if a query does not fit in `positions` without its passage.
     """
     right_indices = [
         tuple(i for i, entity in enumerate(query.entities) if entity in query.answers)
@@ -155,8 +162,10 @@ def make_evaluation_samples(
 def _encode_candidates(
     choices: list[_CandidateSet], tokenizer: WordPieces, positions: int
 ) -> tuple[list[ClozeSample], int]:
-    """Tokenize queries with their candidates; return the samples and the number of passages that
-    were cut to fit `positions`. Raises RequestError if one does not fit even without its passage.
+    """Tokenize queries with their candidates; return (samples in order, number of samples whose
+    passage was cut). The end of a passage is cut so that the context and the longest candidate's
+    span have at most `positions` tokens. Raises RequestError if they do not fit even without the
+    passage.
     """
     samples, shortened = [], 0
     # one int object per token id, shared: a whole set has tens of millions of tokens
@@ -205,20 +214,22 @@ def _encode_candidates(
 
 
 def _split_query(query: Query) -> tuple[str, str, str]:
-    """Return the texts that are encoded separately: the passage, the query before its placeholder,
-    and the query after it.
+    """Return the texts of a query that are encoded separately: (passage, query before its
+    placeholder, query after it).
     """
     before, _, after = query.query.partition(PLACEHOLDER)
     return query.passage, before, after
 
 
 def fingerprint_queries(train: list[Query], evaluated: list[Query], tokenizer: WordPieces) -> str:
-    """Return the SHA-256 (hex) of all queries, whatever files they were read from, and of the
-    tokenizer's vocabulary.
+    """Return the SHA-256 (hex) of all queries (passage, query, entities, answers; not their names)
+    in order, whatever files they were read from, and of the tokenizer's vocabulary.
     """
 
     def iterate_parts() -> Iterator[str]:
-        """Yield the texts to hash: the number of queries of each set, and each query."""
+        """Yield the texts to hash: for the training and the evaluation set its number of queries,
+        then each query as JSON.
+        """
         for query_set in (train, evaluated):
             yield f"{len(query_set)} queries\n"
             for query in query_set:

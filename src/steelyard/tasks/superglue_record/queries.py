@@ -35,8 +35,8 @@ _PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "–": "
 
 @dataclass(frozen=True)
 class Query:
-    """One query with its passage, candidates and answers. Texts are normalized (see
-    `normalize_punctuation`).
+    """One query of ReCoRD with its passage, candidates (`entities`) and answers. Texts are
+    normalized (see `normalize_punctuation`); highlights of the passage are "- " items.
     """
 
     passage: str
@@ -47,8 +47,8 @@ class Query:
 
 
 def find_query_files(folder: Path) -> tuple[Path, Path]:
-    """Return the training and the evaluation file (train.jsonl and val.jsonl, perhaps gzipped) of a
-    folder. Raises RequestError if one is missing.
+    """Return (training file, evaluation file) of a folder: train.jsonl and val.jsonl, each perhaps
+    with .gz. Raises RequestError if the path is no folder or one of the files is missing.
     """
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
@@ -60,8 +60,8 @@ def find_query_files(folder: Path) -> tuple[Path, Path]:
 
 
 def _find_split(folder: Path, stem: str) -> Path:
-    """Return the file of one split (`stem` is train or val) in a folder. Raises RequestError if it
-    is missing.
+    """Return the file of one split in a folder: `stem` (train or val) with .jsonl, else with
+    .jsonl.gz. Raises RequestError if both are missing.
     """
     for suffix in _SUFFIXES:
         if (path := folder / f"{stem}{suffix}").is_file():
@@ -73,8 +73,9 @@ def _find_split(folder: Path, stem: str) -> Path:
 
 
 def read_queries(path: Path) -> list[Query]:
-    """Read all queries of a file, perhaps gzipped, in line order. Raises RequestError if it is
-    unreadable, too large, malformed or empty.
+    """Read all queries of a file of ReCoRD, perhaps gzipped, in file order. Raises RequestError if
+    it is unreadable, larger than 1 GiB unpacked, has a line of more than 1 MiB or a malformed one,
+    or no queries.
     """
     lines = jsonl.read_json_lines(
         path, _LINE_FORMAT, MAX_LINE_BYTES, MAX_FILE_BYTES, ", which a file of ReCoRD has at most"
@@ -86,8 +87,8 @@ def read_queries(path: Path) -> list[Query]:
 
 
 def check_source(folder: Path) -> None:
-    """Raise RequestError if a folder does not hold ReCoRD's files, judged by their names and first
-    lines.
+    """Raise RequestError if a folder does not hold ReCoRD's train and val files, or the first line
+    of one is missing or malformed. Reads no further lines.
     """
     for path in find_query_files(folder):
         line = next(jsonl.read_json_lines(path, _LINE_FORMAT, MAX_LINE_BYTES), None)
@@ -107,8 +108,12 @@ def normalize_punctuation(text: str) -> str:
 
 
 def _parse_line(line: jsonl.JsonLine) -> Iterator[Query]:
-    """Yield the queries of a line. Raises RequestError if something is malformed, or a query has
-    not exactly one placeholder.
+    """Yield the queries of a line, each with the line's passage and entities, and the name
+    LINE-NUMBER (number in the line, from 1). Quotes and dashes are made plain, and "@highlight"
+    lines of the passage become "- " items.
+
+    Raises RequestError if something is missing or malformed, a text is empty, or a query has not
+    exactly one placeholder. A line may have no queries.
     """
     value, location = line.value, line.location
     passage = value.get("passage") if isinstance(value, dict) else None
@@ -137,8 +142,10 @@ def _parse_line(line: jsonl.JsonLine) -> Iterator[Query]:
 
 
 def _parse_entities(entities: Any, text: str, location: str) -> tuple[str, ...]:
-    """Return the distinct texts of a passage's entities, sorted. Raises RequestError if there are
-    none, or a position is outside the passage.
+    """Return the distinct texts at the positions of a passage's entities, sorted; `text` is the
+    passage before highlights are replaced, which would shift positions. Raises RequestError, which
+    begins with `location`, if there are no entities, one is malformed, or its position is outside
+    the passage.
     """
     if not isinstance(entities, list):
         raise RequestError(
@@ -169,8 +176,9 @@ def _parse_entities(entities: Any, text: str, location: str) -> tuple[str, ...]:
 
 
 def _parse_answers(answers: Any, name: str, location: str) -> tuple[str, ...]:
-    """Return the distinct texts of a query's answers in file order; `name` names the query in
-    errors. Raises RequestError if there are none or one is malformed.
+    """Return the distinct texts of a query's answers, normalized, in file order; `name` names the
+    query in errors. Raises RequestError if there are none (as in the test set), or one is malformed
+    or empty.
     """
     if answers is not None and not isinstance(answers, list):
         raise RequestError(
@@ -196,8 +204,9 @@ def _parse_answers(answers: Any, name: str, location: str) -> tuple[str, ...]:
 
 
 def _require_words(value: Any, name: str, location: str) -> str:
-    """Return a value that is a string with more than white space. Raises RequestError, with `name`
-    and `location`, otherwise.
+    """Return a value, unchanged, that is a string of valid Unicode with more than white space.
+    Otherwise raises RequestError, which begins with `location` and says what the value is by
+    `name`.
     """
     text = jsonl.require_text(value, f"{location}: {name} is", _LINE_FORMAT)
     if not text.strip():

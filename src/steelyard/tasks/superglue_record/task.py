@@ -16,8 +16,8 @@ from steelyard.words import get_meanings
 
 
 class GeneratedClozeConfig(FrozenModel):
-    """How many queries to generate for training and evaluation, with how many candidates, and from
-    which seed.
+    """How to generate queries: `queries` to train on, `held_out` to evaluate, each with `entities`
+    candidates, and from which seed.
     """
 
     queries: int = Field(ge=2)
@@ -27,7 +27,10 @@ class GeneratedClozeConfig(FrozenModel):
 
 
 class SuperglueRecordData(FrozenModel):
-    """The fields of `question.data` of ReCoRD. `fingerprint` is that of the published data set."""
+    """The fields of `question.data` of ReCoRD. `wrong` is the most wrong candidates of a training
+    sample. `fingerprint` is that of the published data set (other data are not refused), `made` how
+    to generate queries if no data path is given; None: data are required.
+    """
 
     kind: Literal["record"]
     wrong: int = Field(9, ge=1, description="wrong candidates of a training example, at most")
