@@ -179,7 +179,7 @@ def test_a_case_with_wrong_flops_is_refused(folders: dict[str, Path]) -> None:
     )
     with pytest.raises(
         RequestError,
-        match=r"question\.model\.token_flops is \d+, and of this model \d+ are counted here",
+        match=r"question\.model\.token_flops is \d+, but \d+ were counted here",
     ):
         build_engine(ResolvedCase(case, {}, ""), None).prepare("infer", lambda part: nullcontext())
 
@@ -190,11 +190,13 @@ def test_weights_of_another_model_are_refused(folders: dict[str, Path], tmp_path
     check(folders["gpt2"])
     with pytest.raises(
         RequestError,
-        match=r"other weights, of model_type 'phi3': .*the case's model_type is 'gpt2'",
+        match=r"not the case's model \(model_type 'phi3'\): .*the case's model_type is 'gpt2'",
     ):
         check(folders["phi3"])
     deeper_folder = save_random_model("gpt2", tmp_path, n_layer=3)
-    with pytest.raises(RequestError, match=r"other weights: .*n_layer is 3, the case's is 2"):
+    with pytest.raises(
+        RequestError, match=r"not the case's model: .*n_layer is 3, the case's is 2"
+    ):
         check(deeper_folder)
 
 
@@ -271,7 +273,7 @@ def test_auto_map_is_ignored_if_the_library_has_the_class(tmp_path: Path) -> Non
     assert "auto_map" not in model.config
 
 
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     folder = save_random_model("olmo2", tmp_path)
     model = make_own_case(folder, "mmlu").case.question.model
     path = folder / "model.safetensors"
@@ -280,7 +282,8 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, path, {"format": "pt"})
     with pytest.raises(
         RequestError,
-        match=f"{name} is stored in F8_E4M3, allowed: F64, F32, F16, BF16; give plain ones",
+        match=f"{name} is stored in F8_E4M3, allowed: F64, F32, F16, BF16; give weights that are"
+        " not quantized",
     ):
         auto_model.load_auto_model(model, folder, CPU, torch.float32, 0)
     change_config(folder, quantization_config={"quant_method": "fp8"})
@@ -289,7 +292,7 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
         lambda: hf_folder.read_hf_folder(folder),
     ):
         with pytest.raises(
-            RequestError, match="its weights are quantised, which are not read here"
+            RequestError, match="its weights are quantized, which is not supported"
         ):
             check()
 
@@ -297,7 +300,7 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
 def test_a_model_without_causal_attention_is_refused(tmp_path: Path) -> None:
     config = auto_model.make_library_config("bert", {**SIZES, "is_decoder": False}, [])
     with pytest.raises(
-        RequestError, match="tokens see those behind them, so it is no causal language model"
+        RequestError, match="tokens see later tokens: it is not a causal language model"
     ):
         auto_model.split_model(auto_model.make_causal_lm(config), CPU)
 

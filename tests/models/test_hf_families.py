@@ -213,16 +213,16 @@ UNSUPPORTED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a type that is none": ({"model_type": ["llama"]}, "model_type is ['llama'], allowed: "),
     "no size": (
         {"hidden_size": None, "vocab_size": None},
-        "does not tell hidden_size, vocab_size; ",
+        "does not state hidden_size, vocab_size; ",
     ),
-    "text": ({"hidden_size": "64"}, "hidden_size is '64', no hidden that a model has; "),
+    "text": ({"hidden_size": "64"}, "hidden_size is '64', which is not a valid value; "),
     "true": (
         {"num_hidden_layers": True},
-        "num_hidden_layers is True, no layers that a model has; ",
+        "num_hidden_layers is True, which is not a valid value; ",
     ),
     "negative": (
         {"num_attention_heads": -4},
-        "num_attention_heads is -4, no heads that a model has; ",
+        "num_attention_heads is -4, which is not a valid value; ",
     ),
     "odd": (
         {"num_attention_heads": 3},

@@ -254,15 +254,14 @@ def test_missing_dimensions_are_taken_from_the_case(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a", args={"vocab_size": None}, tensors=make_odd_tensors(SHAPE))
     assert_refused(
         lambda: convert.convert_checkpoint(tmp_path / "a", tmp_path / "to", "hf", 1),
-        "does not tell vocab of its model; name ",
+        "its files do not state vocab; name ",
         "--case",
     )
     write_megatron(
         tmp_path / "b", change=lambda index, file: file.pop("args"), tensors=make_odd_tensors(SHAPE)
     )
     missing = (
-        "does not tell heads, kv_heads, head_dim, vocab, positions, rope_base, norm_eps of its"
-        " model; "
+        "its files do not state heads, kv_heads, head_dim, vocab, positions, rope_base, norm_eps; "
     )
     assert_refused(
         lambda: convert.convert_checkpoint(tmp_path / "b", tmp_path / "to", "hf", 1),
@@ -288,7 +287,7 @@ def test_an_impossible_number_of_layers_is_refused(tmp_path: Path) -> None:
     source = write_odd_hf_folder(tmp_path / "first")
     config = json.loads((source / "config.json").read_text())
     for value, fragment in (
-        (10**10, "tells of 10000000000 layers and has 21 tensors; "),
+        (10**10, "states 10000000000 layers but has 21 tensors; "),
         ("2", "layers is '2', allowed: a whole number above 0; "),
     ):
         (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": value}))
@@ -359,7 +358,7 @@ def test_inspection_of_a_checkpoint_without_args(tmp_path: Path) -> None:
         "qkv_bias": False,
         "tied": False,
     }
-    assert "name the case of the model with --case" in inspection.notes[-1]
+    assert "name a case with this model: --case CASE" in inspection.notes[-1]
 
 
 def test_inspection_notes_an_unsupported_model(tmp_path: Path) -> None:

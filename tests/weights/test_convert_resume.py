@@ -73,7 +73,7 @@ def test_an_interrupted_conversion_continues_at_its_last_complete_file(
         ):
             assert_refused(
                 lambda action=action, folder=folder: action(folder),
-                "conversion.json: says that its folder is not complete; ",
+                "conversion.json: the conversion into this folder is not finished; ",
             )
     modified_times = {name: (target / name).stat().st_mtime_ns for name in complete}
     progress: list[tuple[int, int]] = []
@@ -215,7 +215,8 @@ def test_a_target_with_other_contents_is_refused(tmp_path: Path) -> None:
         (lambda: convert.convert_checkpoint(other_source, target, "megatron", 4), "shape, source"),
     ):
         assert_refused(
-            action, f"{target}/conversion.json: is of another conversion ({differences} differ); "
+            action,
+            f"{target}/conversion.json: belongs to another conversion ({differences} differ); ",
         )
     for text in ("", "[]", "{}", '{"files": 3}', '{"files": {"x": "y"}}', "[" * 99999):
         (target / "conversion.json").write_text(text)
@@ -253,7 +254,7 @@ def test_a_source_with_other_values_does_not_continue_a_conversion(
     target = tmp_path / "to"
     with pytest.raises(ConversionStopped):
         convert.convert_checkpoint(source, target, "megatron", 4, None, stop_after(40))
-    other_conversion = f"{target}/conversion.json: is of another conversion (source differ); "
+    other_conversion = f"{target}/conversion.json: belongs to another conversion (source differ); "
     assert_refused(
         lambda: convert.convert_checkpoint(other_source, target, "megatron", 4), other_conversion
     )
@@ -304,8 +305,8 @@ def test_a_finished_conversion_is_not_repeated(to: str, tp: int, tmp_path: Path)
     last_file = target / conversion.files[-1][0]
     last_file.write_bytes(last_file.read_bytes() + b" ")
     changed = (
-        f"{target}/conversion.json: says that its folder is complete, and {last_file.name} is not"
-        " as it was written; "
+        f"{target}/conversion.json: the conversion was complete, but {last_file.name} has"
+        " changed since; "
     )
     assert_refused(lambda: convert.convert_checkpoint(source, target, to, tp), changed)
     last_file.unlink()

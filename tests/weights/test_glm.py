@@ -193,7 +193,7 @@ def test_missing_extra_and_misshapen_tensors_are_refused(tmp_path: Path) -> None
     assert load_refusal(write_checkpoint(tmp_path / "a", missing)).endswith(
         golden("transformer-layers-1-mlp-dense_-4")
     )
-    assert "'transformer.layers.2.mlp.bias' F32 [3] has no place" in load_refusal(
+    assert "'transformer.layers.2.mlp.bias' F32 [3]: this model has no" in load_refusal(
         write_checkpoint(tmp_path / "b", tensors | {"transformer.layers.2.mlp.bias": torch.ones(3)})
     )
     assert "the shape must be [96, 32]" in load_refusal(
@@ -202,7 +202,7 @@ def test_missing_extra_and_misshapen_tensors_are_refused(tmp_path: Path) -> None
     assert "int8 [96, 32]: allowed dtypes are" in load_refusal(
         write_checkpoint(tmp_path / "d", tensors | {QKV: torch.ones(96, 32, dtype=torch.int8)})
     )
-    assert f"{QKV!r} is no tensor" in load_refusal(
+    assert f"{QKV!r} is not a tensor" in load_refusal(
         write_checkpoint(tmp_path / "e", tensors | {QKV: 5})
     )
     assert golden("holds-no-weights-table-module-is") in load_refusal(
@@ -214,7 +214,7 @@ def test_missing_extra_and_misshapen_tensors_are_refused(tmp_path: Path) -> None
     }
     (tmp_path / "h").mkdir()
     save_file(mixed_prefixes, tmp_path / "h" / "model.safetensors")
-    assert "has no place in this model" in load_refusal(tmp_path / "h")
+    assert "this model has no such tensor" in load_refusal(tmp_path / "h")
 
 
 def test_incomplete_folders_are_refused(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_no_pickled_object_is_executed(tmp_path: Path) -> None:
     in_weights = write_checkpoint(
         tmp_path / "b", make_weights() | {QKV: FolderMakingPickle(marker)}
     )
-    assert "is no tensor" in load_refusal(in_weights)
+    assert "is not a tensor" in load_refusal(in_weights)
     in_place_of_weights = write_checkpoint(tmp_path / "c", FolderMakingPickle(marker))
     assert "holds no weights" in load_refusal(in_place_of_weights)
     assert not marker.exists()

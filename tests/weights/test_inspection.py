@@ -62,10 +62,7 @@ def test_the_family_is_known_by_file_and_tensor_names(name: str, tmp_path: Path)
         "llama": llama_weights.open_llama_checkpoint,
         "glm": glm_checkpoint.open_glm_checkpoint,
     }[other_family]
-    reason = (
-        f"{folder}: holds a checkpoint of the family {family}, and one of the family {other_family}"
-        " is wanted; give "
-    )
+    reason = f"{folder}: holds a {family} checkpoint; a {other_family} checkpoint is needed; give "
     assert_refused(lambda: reader(folder), reason)
 
 
@@ -88,7 +85,7 @@ def test_a_folder_with_checkpoints_of_two_families_is_refused(tmp_path: Path) ->
     ):
         assert_refused(
             lambda action=action: action(tmp_path / "x"),
-            "holds checkpoints of the families llama and glm; move one away",
+            "holds checkpoints of two families, llama and glm; move one away",
         )
 
 
@@ -168,10 +165,7 @@ def test_converting_a_glm_is_refused(tmp_path: Path) -> None:
         (write_glm_checkpoint(tmp_path / "a", make_weights()), write_safetensors(tmp_path / "b"))
     ):
         target = tmp_path / str(number)
-        reason = (
-            f"{source}: holds a checkpoint of the family glm, and one of the family llama is"
-            " wanted; "
-        )
+        reason = f"{source}: holds a glm checkpoint; a llama checkpoint is needed; "
         assert_refused(
             lambda source=source, target=target: convert.convert_checkpoint(
                 source, target, "hf", 1

@@ -100,7 +100,7 @@ def test_weights_are_copied_back_to_hugging_face_parameters(
     assert not hf_parameters.pop(out_bias).any()
     for name, tensor in make_tensors(shape).items():
         assert torch.equal(hf_parameters[name], tensor), name
-    with pytest.raises(ValueError, match="parameter 'extra' is none of a Llama's"):
+    with pytest.raises(ValueError, match="parameter 'extra' is not a parameter of a Llama model"):
         weights.copy_to_hf_model(model, {"extra": torch.ones(1)})
 
 

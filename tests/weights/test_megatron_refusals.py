@@ -63,11 +63,11 @@ TENSOR_ERRORS: dict[str, tuple[ShardChange, str]] = {
     ),
     "unknown": (
         change_second_shard(layers__0__extra__weight=torch.ones(2)),
-        "tensor 'language_model.encoder.layers.0.extra.weight' F32 [2] has",
+        "tensor 'language_model.encoder.layers.0.extra.weight' F32 [2]: this model has",
     ),
     "twice": (
         change_second_shard(final_norm__weight=torch.ones(64)),
-        "is there already as 'language_model.encoder.final_layernorm.weight'; ",
+        "is also stored as 'language_model.encoder.final_layernorm.weight'; ",
     ),
     "norm": (
         change_second_shard(final_layernorm__weight=torch.ones(64)),
@@ -75,7 +75,7 @@ TENSOR_ERRORS: dict[str, tuple[ShardChange, str]] = {
     ),
     "object": (
         change_second_shard(final_layernorm__weight=3),
-        "'language_model.encoder.final_layernorm.weight' is no tensor; ",
+        "'language_model.encoder.final_layernorm.weight' is not a tensor; ",
     ),
 }
 
@@ -112,7 +112,7 @@ ALL_ERRORS: dict[str, tuple[ShardChange, str]] = {
         change_every_shard(
             change_second_shard(layers__2__mlp__dense_4h_to_h__weight=torch.ones(64, 48))
         ),
-        "F32 [64, 48] has no place in this",
+        "F32 [64, 48]: this model has no such tensor",
     ),
     "bias": (
         change_every_shard(
@@ -290,7 +290,7 @@ def test_an_output_layer_of_a_tied_model_is_refused(tmp_path: Path) -> None:
     write_megatron(tmp_path, args={"untie_embeddings_and_output_weights": None})
     assert_refused(
         tmp_path,
-        "tensor 'language_model.output_layer.weight' F32 [128, 64] has no",
+        "tensor 'language_model.output_layer.weight' F32 [128, 64]: this model has no",
         shape=SHAPES["tied"],
     )
 
@@ -313,13 +313,14 @@ def test_missing_shards_are_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path, f"{folder}/mp_rank_02: shard is missing, there are 3 others; ")
     (folder / "mp_rank_03").rename(folder / "mp_rank_02")
     assert_refused(
-        tmp_path, f"{folder}: 4 shards are told of, 3 are here: mp_rank_03 is missing; fetch it"
+        tmp_path,
+        f"{folder}: its arguments state 4 shards, 3 are here: mp_rank_03 is missing; fetch it",
     )
     shutil.rmtree(folder / "mp_rank_02")
     assert_refused(
         tmp_path,
-        f"{folder}: 4 shards are told of, 2 are here: mp_rank_02 and 1 more are missing; fetch"
-        " them",
+        f"{folder}: its arguments state 4 shards, 2 are here: mp_rank_02 and 1 more are"
+        " missing; fetch them",
     )
 
 
@@ -328,7 +329,8 @@ def test_an_extra_shard_is_refused(tmp_path: Path) -> None:
     shutil.copytree(folder / "mp_rank_01", folder / "mp_rank_02")
     assert_refused(
         tmp_path,
-        f"{folder}: 2 shards are told of, 3 are here: mp_rank_02 is none of them; move it away",
+        f"{folder}: its arguments state 2 shards, 3 are here: mp_rank_02 is not one of"
+        " them; move it away",
     )
 
 
@@ -390,8 +392,10 @@ def test_a_pipeline_parallel_checkpoint_is_refused(tmp_path: Path) -> None:
     folder = write_megatron(tmp_path) / "iter_0135000"
     (folder / "mp_rank_00").rename(folder / "mp_rank_00_000")
     (folder / "mp_rank_01").rename(folder / "mp_rank_00_001")
-    assert_refused(tmp_path, f"{folder}/mp_rank_00_000: is of a checkpoint split over a pipeline, ")
-    assert_refused(folder, f"{folder}/mp_rank_00_000: is of a checkpoint split over a pipeline, ")
+    assert_refused(
+        tmp_path, f"{folder}/mp_rank_00_000: belongs to a pipeline-parallel checkpoint; "
+    )
+    assert_refused(folder, f"{folder}/mp_rank_00_000: belongs to a pipeline-parallel checkpoint; ")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99, 1.0])
@@ -441,5 +445,5 @@ def test_an_unfinished_conversion_is_refused(tmp_path: Path) -> None:
     (write_megatron(tmp_path) / "conversion.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "iter_0135000"):
         assert_refused(
-            folder, f"{tmp_path}/conversion.json: says that its folder is not complete; "
+            folder, f"{tmp_path}/conversion.json: the conversion into this folder is not finished; "
         )

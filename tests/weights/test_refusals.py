@@ -224,11 +224,11 @@ TENSOR_ERRORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "extra": (
         replace_tensors(extra=torch.ones(3)),
-        "tensor 'extra' F32 [3] has no place in this model; ",
+        "tensor 'extra' F32 [3]: this model has no such tensor; ",
     ),
     "layer": (
         replace_tensors(model__layers__2__mlp__down_proj__weight=torch.ones(32, 48)),
-        "down_proj.weight' F32 [32, 48] has no",
+        "down_proj.weight' F32 [32, 48]: this model has no",
     ),
     "shape": (
         replace_tensors(**{Q0.replace(".", "__"): torch.ones(16, 32)}),

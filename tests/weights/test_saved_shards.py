@@ -114,12 +114,15 @@ def test_no_pickled_object_is_executed(where: str, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     name = next(iter(make_tensors(SHAPE)))
     contents_by_place = {
-        "beside": (make_tensors(SHAPE) | {"x": FolderMakingPickle(marker)}, "'x' is no tensor; "),
+        "beside": (
+            make_tensors(SHAPE) | {"x": FolderMakingPickle(marker)},
+            "'x' is not a tensor; ",
+        ),
         "as a weight": (
             make_tensors(SHAPE) | {name: FolderMakingPickle(marker)},
-            f"{name!r} is no tensor; ",
+            f"{name!r} is not a tensor; ",
         ),
-        "as all": (FolderMakingPickle(marker), "is no table of tensors by name; "),
+        "as all": (FolderMakingPickle(marker), "is not a table of tensors by name; "),
     }
     content, reason = contents_by_place[where]
     assert_load_refused(write_saved(tmp_path, content), SINGLE_NAME, reason)
@@ -134,11 +137,11 @@ def test_invalid_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / SINGLE_NAME).write_bytes(content[: len(content) // 2])
     assert_load_refused(tmp_path, f"{SINGLE_NAME}: is not a whole file written by torch.save (")
     torch.save(make_tensors(SHAPE), tmp_path / SINGLE_NAME, _use_new_zipfile_serialization=False)
-    assert_load_refused(tmp_path, f"{SINGLE_NAME}: torch's old format is not read; ")
+    assert_load_refused(tmp_path, f"{SINGLE_NAME}: torch's old format is not supported; ")
     torch.save([torch.ones(3)], tmp_path / SINGLE_NAME)
-    assert_load_refused(tmp_path, "is no table of tensors by name; ")
+    assert_load_refused(tmp_path, "is not a table of tensors by name; ")
     torch.save({"model": make_tensors(SHAPE)}, tmp_path / SINGLE_NAME)
-    assert_load_refused(tmp_path, "'model' is no tensor; ")
+    assert_load_refused(tmp_path, "'model' is not a tensor; ")
 
 
 @pytest.mark.parametrize(

@@ -327,16 +327,16 @@ TWO_TO_62 = b"\x8a\x08" + (2**62).to_bytes(8, "little")
 INVALID_TENSORS = {
     "key that climbs": (
         pickle_tensor(base=pickle_storage("../data.pkl")),
-        "'data/../data.pkl' is asked for and is not in it",
+        "'data/../data.pkl' is named by its pickle and is not in the file",
     ),
     "absent key": (
         pickle_tensor(base=pickle_storage("7")),
-        "'data/7' is asked for and is not in it",
+        "'data/7' is named by its pickle and is not in the file",
     ),
     "long key": (pickle_tensor(base=pickle_storage("x\n" * 999)), "'data/x\\nx\\n"),
     "count": (
         pickle_tensor(base=pickle_storage(count=b"K\x05")),
-        "storage '0' has 16 bytes, 20 are asked for",
+        "storage '0' has 16 bytes, 20 are needed",
     ),
     "negative count": (
         pickle_tensor(base=pickle_storage(count=b"J\xff\xff\xff\xff")),
@@ -364,15 +364,15 @@ INVALID_TENSORS = {
     ),
     "pid of text": (
         b"\x80\x02X\x01\x00\x00\x00aQ.",
-        "an external object is asked for that is not a storage",
+        "its pickle refers to an external object that is not a storage",
     ),
     "short pid": (
         b"\x80\x02X\x07\x00\x00\x00storage\x85Q.",
-        "an external object is asked for that is not a storage",
+        "its pickle refers to an external object that is not a storage",
     ),
     "pid in a pid": (
         b"\x80\x02(" + pickle_storage() + pickle_storage() + b"K\x01K\x01K\x01tQ.",
-        "an external object is asked for",
+        "its pickle refers to an external object",
     ),
     "size": (
         pickle_tensor(size=b"K\x05\x85"),
@@ -433,7 +433,7 @@ INVALID_TENSORS = {
     ),
     "dtype": (
         pickle_tensor().replace(b"_v2", b"_v3").replace(b"\x89}tR", b"\x89}X\x01\x00\x00\x00atR"),
-        "dtype is not one",
+        "dtype is not a dtype of torch",
     ),
 }
 
@@ -497,15 +497,15 @@ def test_other_files_than_those_of_torch_save_are_refused(tmp_path):
     assert_read_refused(tmp_path / "absent.pt", "is not a file; give a checkpoint")
     assert_read_refused(tmp_path, "is not a file; give a checkpoint")
     for content, fragment in (
-        (b"", "it is no zip"),
-        (b"x" * 99, "it is no zip"),
+        (b"", "it is not a zip file"),
+        (b"x" * 99, "it is not a zip file"),
         (valid_content[:-30], "the zip directory, is missing"),
     ):
         path.write_bytes(content)
         assert_read_refused(path, fragment)
     assert_read_refused(
         save_with_torch(tmp_path, {"a": 1}, _use_new_zipfile_serialization=False),
-        "torch's old format is not read; ",
+        "torch's old format is not supported; ",
     )
     assert_read_refused(
         write_raw_pickle(tmp_path, b"N.", byteorder=b"big"),

@@ -2,9 +2,9 @@
 parameters that they cover.
 
 A tensor in a file covers a box, a range along every dimension, of one parameter's logical view
-(models/llama_placements.py). Loading copies the overlap of each stored tensor's box with the box of this
-rank's shard; converting copies its overlap with the box of a tensor in another format. So a format
-is a mapping of tensor names to boxes, and one mapping serves reading and writing.
+(models/llama_placements.py). Loading copies the overlap of each stored tensor's box with the box of
+this rank's shard; converting copies its overlap with the box of a tensor in another format. So a
+format is a mapping of tensor names to boxes, and one mapping serves reading and writing.
 
 weights/hf_checkpoint.py and weights/megatron_checkpoint.py implement `LlamaCheckpoint`;
 weights/llama_weights.py and weights/convert.py use it.
@@ -36,7 +36,7 @@ ByteProgress = Callable[[int, int], None]
 JOURNAL_NAME = "conversion.json"
 MAX_JOURNAL_BYTES = 64 << 20
 
-# The dtypes that are weights; integers and 8-bit floats are quantised and mean nothing without
+# The dtypes that are weights; integers and 8-bit floats are quantized and mean nothing without
 # their scales.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -60,8 +60,11 @@ SCALING_ADAPTER: TypeAdapter[LinearRope | Llama3Rope] = TypeAdapter(RopeScaling)
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The box of a parameter's logical view that one tensor of a format covers. `logical_shape` is
-    the tensor's own view; it is larger than the box if rows that pad the vocabulary follow.
+    """Which part of a parameter one tensor of a file format holds: our name of the parameter, and
+    the box, a (begin, end) range along each dimension of its logical view.
+
+    `logical_shape` is the tensor's own view in as many dimensions; it is larger than the box if
+    rows that pad the vocabulary follow.
     """
 
     parameter: str
@@ -70,12 +73,14 @@ class TensorPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the tensor's shape in the file."""
+        """Return the shape of this part's tensor in the file: its logical view flattened to one
+        dimension (norms, biases) or two.
+        """
         return llama_placements.flatten_logical_shape(self.parameter, self.logical_shape)
 
     def view_box(self, tensor: Tensor) -> Tensor:
-        """Return a view of the tensor in its logical shape, cut to the size of the box: without
-        rows that pad a vocabulary.
+        """Return a tensor of this part in its logical shape, cut to the size of the box: without
+        rows that pad a vocabulary. It is a view if the tensor is contiguous.
         """
         return tensor.reshape(self.logical_shape)[
             tuple(slice(0, end - begin) for begin, end in self.box)
@@ -84,8 +89,11 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A tensor in a checkpoint file: its name, dtype (such as `BF16`) and shape from the header,
-    and `open`, which maps or reads its values and returns them as a CPU tensor.
+    """A tensor in a checkpoint file, known from the file's header: its name there, dtype (such as
+    `BF16`) and shape.
+
+    `open` maps or reads its values and returns them as a CPU tensor; nothing is read before.
+    `str()` gives file, name, dtype and shape for messages.
     """
 
     path: Path
@@ -99,12 +107,15 @@ class CheckpointTensor:
 
 
 def make_checkpoint_tensor(path: Path, name: str, value: Any) -> CheckpointTensor:
-    """Return the stored tensor for a value that a torch.save file holds under a name. Raise
-    RequestError if the value is not a tensor.
+    """Return the `CheckpointTensor` for a value that `read_torch_file` returned under a name in the
+    file at `path`. No values are read.
+
+    The dtype is spelled as in safetensors (`BF16`), or as torch does if it is not one of plain
+    weights (`int8`). Raise RequestError if the value is not a `TensorRef`.
     """
     if not isinstance(value, TensorRef):
         raise RequestError(
-            f"{path}: {short_repr(name)} is no tensor; give a checkpoint that is not quantised"
+            f"{path}: {short_repr(name)} is not a tensor; give a checkpoint that is not quantized"
         )
     dtype = DTYPE_NAMES.get(value.dtype, str(value.dtype).removeprefix("torch."))
     return CheckpointTensor(path, name, dtype, value.shape, value.open)
@@ -112,8 +123,10 @@ def make_checkpoint_tensor(path: Path, name: str, value: Any) -> CheckpointTenso
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A stored tensor, or a part of it, and the box of a parameter that it covers. `view` turns the
-    opened tensor into one of the box's size.
+    """A stored tensor, or a part of it, and the box (a range along each dimension) of one
+    parameter's logical view that it covers.
+
+    `view` turns the tensor that `stored.open()` returns into one of the box's size.
     """
 
     stored: CheckpointTensor
@@ -129,10 +142,13 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class CheckpointHeaders:
-    """What the headers of a checkpoint folder say, in any family and format. `digest` is a SHA-256
-    over the headers, not over the values; `tp` is the number of tensor-parallel shards; `iteration`
-    is how the checkpoint is called in its folder (None for Hugging Face); `notes` are remarks for
-    `weights inspect`.
+    """What the headers of a checkpoint folder say, in any family and format (`format`:
+    `huggingface`, `megatron`, `glm`, `safetensors`). `digest` is a SHA-256 over the headers, not
+    over the values; `tp` is the number of tensor-parallel shards.
+
+    `iteration` is how the checkpoint is called in its folder (None for Hugging Face); `folders` are
+    where its files are, `files` their names and sizes in bytes; `tensors` are the model's; `notes`
+    are remarks for `weights inspect`.
     """
 
     format: str
@@ -147,7 +163,9 @@ class CheckpointHeaders:
 
 
 class OpenedCheckpoint(Protocol):
-    """A checkpoint folder of any family and format, of which only the headers were read."""
+    """A checkpoint folder of any family and format, of which only the headers were read: `headers`,
+    `read_dimensions` and `count_parameters`.
+    """
 
     @property
     def headers(self) -> CheckpointHeaders: ...
@@ -164,8 +182,9 @@ class OpenedCheckpoint(Protocol):
 
 
 class LlamaCheckpoint(OpenedCheckpoint, Protocol):
-    """A Llama checkpoint of which only the headers were read. Nothing is compared with a model
-    before `list_pieces` and `check_values` are called.
+    """An opened Llama checkpoint, in Hugging Face's or Megatron's format; only its headers were
+    read. Nothing is compared with a model before `list_pieces` (by headers) and `check_values` (by
+    values) are called.
     """
 
     def list_pieces(self, shape: LlamaShape) -> list[TensorPiece]:
@@ -180,8 +199,9 @@ class LlamaCheckpoint(OpenedCheckpoint, Protocol):
 
 
 class ByteCounter:
-    """Counts the bytes that were copied or written, of a known total, and reports them to a
-    callback; None: to nobody.
+    """Counts the bytes that were copied or written, of a known total, and reports them to the
+    callback `on_progress` (bytes done, bytes in total); None: to nobody. `done_bytes` at the start
+    are those of an earlier run.
     """
 
     def __init__(
@@ -190,15 +210,17 @@ class ByteCounter:
         self.on_progress, self.total_bytes, self.done_bytes = on_progress, total_bytes, done_bytes
 
     def add(self, size_bytes: int) -> None:
-        """Add the bytes of one tensor, and call the callback with the bytes done and the total."""
+        """Add the bytes of one tensor to the counter's `done_bytes`, and call its callback, if any,
+        with the bytes done and the total.
+        """
         self.done_bytes += size_bytes
         if self.on_progress is not None:
             self.on_progress(self.done_bytes, self.total_bytes)
 
 
 def describe_source(headers: CheckpointHeaders, parameter_count: int) -> dict[str, Any]:
-    """Return where weights came from as a record stores it: format, files with their sizes, hash of
-    the headers, and number of parameters.
+    """Return where weights came from as a record stores it: `source` (the format), `files` (name
+    and bytes of each), `header_sha256` and `parameters`, the number that was given.
     """
     return {
         "source": headers.format,
@@ -211,7 +233,7 @@ def describe_source(headers: CheckpointHeaders, parameter_count: int) -> dict[st
 @contextmanager
 def refuse_unreadable(folder: Path) -> Iterator[None]:
     """Return a context manager that turns an OSError inside it into a RequestError, which says that
-    the folder cannot be read.
+    `folder` cannot be read and why.
     """
     try:
         yield
@@ -233,10 +255,11 @@ def read_journal(path: Path) -> dict[str, Any]:
 
 
 def read_shape(source: LlamaCheckpoint) -> LlamaShape:
-    """Return the shape of the whole model as the checkpoint's files tell it.
+    """Return the shape of the whole model as the checkpoint's own files tell it. Only headers and
+    config are used.
 
-    Raise RequestError if they do not tell a required dimension, or tell more layers than there are
-    tensors.
+    Raise RequestError if a dimension is not told (`window` and `rope_scaling` may be), or if there
+    are fewer tensors than layers.
     """
     config, folder, tensor_count = (
         source.read_dimensions(),
@@ -248,20 +271,22 @@ def read_shape(source: LlamaCheckpoint) -> LlamaShape:
     ]
     if missing:
         raise RequestError(
-            f"{folder}: does not tell {', '.join(missing)} of its model; name the case of the model"
-            " with --case"
+            f"{folder}: its files do not state {', '.join(missing)}; name a case with this model:"
+            " --case CASE"
         )
     if config["layers"] > tensor_count:  # untrusted: checked before anything is allocated
         raise RequestError(
-            f"{folder}: tells of {config['layers']} layers and has {tensor_count} tensors; download it"
+            f"{folder}: states {config['layers']} layers but has {tensor_count} tensors; download"
+            " it"
             " again"
         )
     return LlamaShape(**config)
 
 
 def count_checkpoint_parameters(source: LlamaCheckpoint) -> int:
-    """Return how many parameters the model of a Llama checkpoint has. Raise RequestError if the
-    files do not tell its shape or are not a complete model of it.
+    """Return how many parameters the model of a Llama checkpoint has, tied weights once, from its
+    headers. Raise RequestError if the files do not tell its shape or are not a complete model of
+    it.
     """
     shape = read_shape(source)
     source.list_pieces(shape)
@@ -269,8 +294,11 @@ def count_checkpoint_parameters(source: LlamaCheckpoint) -> int:
 
 
 def list_parameter_names(shape: LlamaShape) -> list[str]:
-    """Return the names of all parameters of a whole model, in order; an output that is tied to the
-    embedding is not among them.
+    """Return this package's names of all parameters of a whole Llama of this shape, in order:
+    `embed.weight`, those of each layer as `layers.N.…`, `norm.weight`, `output.weight`.
+
+    Biases of QKV and norms of Q and K are there only if the shape has them; an output that is tied
+    to the embedding is not.
     """
     layer_names = [
         name
@@ -295,16 +323,17 @@ def count_elements(shape: LlamaShape) -> int:
 
 
 def intersect_boxes(one: Box, other: Box) -> Box | None:
-    """Return the box that two boxes of one parameter have in common, or None if they do not
-    overlap.
+    """Return the box that two boxes of one parameter have in common, or None if they have no
+    element in common. Boxes have a (begin, end) range for each dimension; their number must be
+    equal.
     """
     common_box = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
     return common_box if all(begin < end for begin, end in common_box) else None
 
 
 def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the slices with which a tensor of the size of `outer` is cut to `inner`, a box inside
-    it.
+    """Return one slice per dimension, with which a tensor of the size of box `outer` is cut to box
+    `inner`, which lies inside it.
     """
     return tuple(slice(a[0] - b[0], a[1] - b[0]) for a, b in zip(inner, outer, strict=True))
 
@@ -317,10 +346,11 @@ def count_box_elements(box: Box) -> int:
 def copy_overlap(
     piece: TensorPiece, overlap_box: Box, target_view: Tensor, target_box: Box
 ) -> None:
-    """Copy `overlap_box` from a piece into `target_view`, a tensor of the size of `target_box`, in
-    place.
+    """Copy the values of `overlap_box` from a piece into `target_view`, a tensor of the size of
+    `target_box`, in place; both boxes contain the overlap.
 
-    Opens the stored tensor. Values are cast to the target's dtype, on its device.
+    Opens the stored tensor, which may raise RequestError. Values are moved to the target's device
+    and cast to its dtype there.
     """
     target = target_view[slices_within(overlap_box, target_box)]
     source_values = piece.view(piece.stored.open())[slices_within(overlap_box, piece.box)]
@@ -333,16 +363,17 @@ def check_tensors(
     parts: dict[str, TensorPart],
     is_redundant: Callable[[str], bool],
 ) -> None:
-    """Check stored tensors by their headers against those that a model has.
+    """Check stored tensors by their headers against those that a model has; the first that is wrong
+    raises RequestError. Missing ones are not noticed.
 
-    Raise RequestError if a tensor is neither in `parts` (by its name in the file) nor accepted by
-    `is_redundant`, has a dtype that is not one of plain weights, or has another shape than its
-    part.
+    Refused are a tensor whose name in the file is neither in `parts` nor accepted by
+    `is_redundant`, a dtype other than F64, F32, F16 and BF16 (of redundant tensors too), and
+    another shape than that of its part.
     """
     for stored in tensors:
         if stored.name not in parts and not is_redundant(stored.name):
             raise RequestError(
-                f"{stored} has no place in this model; give weights of the case's model"
+                f"{stored}: this model has no such tensor; give weights of the case's model"
             )
         if stored.dtype not in DTYPES:
             raise RequestError(
@@ -359,8 +390,9 @@ def check_tensors(
 def check_none_missing(
     location: Path, present_names: Iterable[str], parts: dict[str, TensorPart]
 ) -> None:
-    """Raise RequestError if a tensor of `parts` is not among `present_names`. `location` is the
-    file or folder for the message.
+    """Raise RequestError, with the first name and the number of them, if tensors of `parts` (by
+    name in the file) are not among `present_names`. `location` is the file or folder for the
+    message.
     """
     missing = sorted(parts.keys() - set(present_names))
     if missing:
@@ -371,11 +403,12 @@ def check_none_missing(
 
 
 def parse_shape_fields(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Return every field of a LlamaShape from what an untrusted file tells, converted to its type;
-    None for fields that it does not tell.
+    """Return every field of a LlamaShape by name from what an untrusted file tells (`values`, by
+    the same names), converted to its type; None for fields that it does not tell. Other keys are
+    ignored.
 
-    Raise RequestError if a value has another type, is not above 0, or is 2**40 or more. `path` is
-    only for the message.
+    Raise RequestError if a value has another type, is a number that is not above 0 or is 2**40 or
+    more, or is a `rope_scaling` of no known form. `path` is only for the message.
     """
     parsed: dict[str, Any] = {}
     for field in fields(LlamaShape):
@@ -391,7 +424,8 @@ def parse_shape_fields(path: Path, values: dict[str, Any]) -> dict[str, Any]:
             is_wrong_type or (field.type is not bool and not 0 < value < 2**40)
         ):
             raise RequestError(
-                f"{path}: {field.name} is {short_repr(value)}, allowed: {allowed_text}; download the file"
+                f"{path}: {field.name} is {short_repr(value)}, allowed: {allowed_text}; download"
+                " the file"
                 " again"
             )
         parsed[field.name] = types[0](value) if value is not None else None
@@ -399,21 +433,22 @@ def parse_shape_fields(path: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_scaling(path: Path, value: Any) -> LinearRope | Llama3Rope | None:
-    """Validate scaled rotary positions from a file; None stays None. Raise RequestError if they do
-    not fit.
+    """Return `rope_scaling`, a dict from a file, as a model of linear or llama3 scaling; None stays
+    None. Raise RequestError, with `path` in the message, if it is neither.
     """
     try:
         return None if value is None else SCALING_ADAPTER.validate_python(value, strict=True)
     except ValidationError as error:
         raise RequestError(
-            f"{path}: rope_scaling is {short_repr(value)} ({describe_first_problem(error)}); download the"
+            f"{path}: rope_scaling is {short_repr(value)} ({describe_first_problem(error)});"
+            " download the"
             " file again"
         ) from error
 
 
 def shape_to_json(shape: LlamaShape) -> dict[str, Any]:
-    """Return a shape as JSON data, without those optional fields (`VARIANTS`) that are unset or
-    false.
+    """Return a shape as a dict of JSON data by field, for a conversion's journal. Fields that only
+    some models set (`VARIANT_FIELDS`) are left out if they are unset or false.
     """
     plain_values = {
         name: value.model_dump() if isinstance(value, FrozenModel) else value
@@ -435,8 +470,8 @@ def group_by_parameter(pieces: Iterable[TensorPiece]) -> dict[str, list[TensorPi
 def find_overlaps(
     pieces: Iterable[TensorPiece], box_of: Callable[[str], Box]
 ) -> Iterator[tuple[TensorPiece, Box]]:
-    """Yield each piece that overlaps the box of its parameter, with the common box. `box_of`
-    returns the box of a parameter by its name.
+    """Yield each piece that overlaps the box wanted of its parameter, with the box that both have
+    in common, in the order of the pieces. `box_of` returns the wanted box for a parameter's name.
     """
     for piece in pieces:
         overlap_box = intersect_boxes(piece.box, box_of(piece.parameter))
@@ -445,10 +480,11 @@ def find_overlaps(
 
 
 def detect_family(folder: Path) -> str | None:
-    """Return the model family whose checkpoint a folder holds, recognized by names of files and
-    tensors, or None if no family does.
+    """Return the name of the model family whose checkpoint a folder holds (such as `llama`),
+    recognized by names of files and tensors, or None if no family recognizes it.
 
-    Raise RequestError if several families recognize it, or the folder cannot be read.
+    Every installed family that has such a test is asked. Raise RequestError if several recognize
+    the folder, or if it cannot be read.
     """
     with refuse_unreadable(folder):
         matches = [
@@ -458,18 +494,18 @@ def detect_family(folder: Path) -> str | None:
         ]
     if len(matches) > 1:
         raise RequestError(
-            f"{folder}: holds checkpoints of the families {' and '.join(matches)}; move one away"
+            f"{folder}: holds checkpoints of two families, {' and '.join(matches)}; move one away"
         )
     return matches[0] if matches else None
 
 
 def check_family(folder: Path, family: str) -> None:
-    """Raise RequestError if a folder holds a checkpoint of another family, by the names of files
-    and tensors alone; a folder that no family recognizes passes.
+    """Raise RequestError if a folder holds a checkpoint of another family than `family`, or of
+    several, by the names of files and tensors alone; a folder that no family recognizes passes.
     """
     detected = detect_family(folder)
     if detected not in (None, family):
         raise RequestError(
-            f"{folder}: holds a checkpoint of the family {detected}, and one of the family {family} is"
-            " wanted; give weights of that family"
+            f"{folder}: holds a {detected} checkpoint; a {family} checkpoint is needed; give"
+            " weights of that family"
         )

@@ -50,8 +50,9 @@ SAMPLE_EVERY_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """The files of a finished conversion by name and size, and how many of them an earlier run had
-    already completed: all, if there was nothing left to do.
+    """The result of `convert_checkpoint`: name and size of each file in the target, their bytes in
+    all, and how many of the files an earlier run had already completed (`reused`: all, if there was
+    nothing left to do).
     """
 
     files: list[tuple[str, int]]
@@ -141,8 +142,9 @@ def _hash_sample(path: Path, size: int) -> str:
 
 
 def _choose_shape(opened: LlamaCheckpoint, model: LlamaModel | None) -> LlamaShape:
-    """Return the whole model's shape: the case's if `model` is given, with the number of positions
-    that the files tell, else what the files tell. Raise RequestError if they do not tell enough.
+    """Return the whole model's shape: that of `model`, a case's, if it is given, with the number of
+    positions that the files tell (else the case's); otherwise what the files tell. Raise
+    RequestError if they do not tell enough.
     """
     if model is None:
         return checkpoint_tensors.read_shape(opened)
@@ -151,8 +153,8 @@ def _choose_shape(opened: LlamaCheckpoint, model: LlamaModel | None) -> LlamaSha
 
 
 def _check_request(to: str, tp: int, shape: LlamaShape) -> None:
-    """Raise RequestError if the format is unknown, the number of shards is not possible for it, or
-    it does not divide the model's KV heads and feed-forward size.
+    """Raise RequestError if the format `to` is unknown, `tp` is below 1 or (for `hf`) not 1, or
+    `tp` does not divide the model's KV heads and feed-forward size.
     """
     if to not in writing.PLANNERS:
         raise RequestError(f"layout {to!r} is not known; allowed: {', '.join(writing.PLANNERS)}")
@@ -169,9 +171,12 @@ def _check_request(to: str, tp: int, shape: LlamaShape) -> None:
 
 
 def _choose_dtype(part: TensorPart, pieces: dict[str, list[TensorPiece]]) -> str:
-    """Return the dtype name of a tensor that is to be written: that of the pieces it is made from,
-    or the most frequent of all weights if it is made from none, such as a zero bias. Raise
-    RequestError if its pieces have different dtypes.
+    """Return the dtype name, such as `BF16`, of a tensor that is to be written: that of the
+    source's pieces that overlap it, or of all its parameter's pieces if none does; the most
+    frequent of all weights if its parameter has no pieces (a zero bias).
+
+    `pieces` are by parameter name. Raise RequestError if the pieces of the parameter that count
+    have different dtypes.
     """
     own_pieces = pieces.get(part.parameter, [])
     all_pieces = own_pieces or [
@@ -185,15 +190,15 @@ def _choose_dtype(part: TensorPart, pieces: dict[str, list[TensorPiece]]) -> str
     if own_pieces and len(dtypes) > 1:
         first, *_ = own_pieces
         raise RequestError(
-            f"{first.stored}: is to be joined with tensors of another dtype"
+            f"{first.stored}: must be merged with tensors of another dtype"
             f" ({', '.join(sorted(dtypes))}); save the weights in one dtype"
         )
     return dtypes.most_common(1)[0][0]
 
 
 def _make_tensor(planned: PlannedTensor, pieces: dict[str, list[TensorPiece]]) -> Tensor:
-    """Return the values of a planned tensor, copied from the source's pieces; zero where there are
-    none, as in padding.
+    """Return the values of a planned tensor as a new CPU tensor in its logical shape and dtype,
+    copied from the source's pieces (by parameter name); zero where there are none, as in padding.
     """
     part = planned.part
     tensor = torch.zeros(part.logical_shape, dtype=checkpoint_tensors.DTYPES[planned.dtype])
@@ -211,11 +216,13 @@ def _write_checkpoint(
     make_tensor: Callable[[PlannedTensor], Tensor],
     progress: ByteProgress | None,
 ) -> None:
-    """Write all files of the plan that are not complete yet, then the small ones, and finish the
-    journal. Files that a killed run left half-written are removed first.
+    """Write all files of the plan into the target that the journal does not have yet, then the
+    small ones, and finish the journal. Files that a killed run left half-written (`*.part`) are
+    removed first.
 
-    `make_tensor` returns the values of a planned tensor. Raise RequestError if the folder cannot be
-    written at all, LostError if writing fails later; complete files stay.
+    `make_tensor` returns the values of a planned tensor; `progress` is called after each tensor
+    with the bytes written, those of earlier runs included, and in all. Raise RequestError if the
+    folder cannot be written at all, LostError if writing fails later; complete files stay.
     """
     done_bytes = sum(file.nbytes for file in plan.files if journal.is_finished(file.name))
     counter = checkpoint_tensors.ByteCounter(
@@ -252,8 +259,9 @@ def _write_file(
     make_tensor: writing.MakeTensor,
     on_written: writing.OnWritten,
 ) -> None:
-    """Write one file under a temporary name, rename it and note it in the journal; do nothing if
-    the journal has it already.
+    """Write one file of the plan under a temporary name (`.part`), rename it and add it to the
+    journal; do nothing if the journal has it already. Folders are created. Raise OSError if it
+    cannot be written.
     """
     if not journal.is_finished(file.name):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,8 +276,9 @@ def _hold_lock(folder: Path) -> Iterator[None]:
     """Return a context manager that creates a folder and holds an exclusive lock file in it, which
     is removed at the end.
 
-    The kernel releases the lock of a killed process, whose file stays. Raise RequestError if
-    another conversion has the lock, or the folder cannot be written.
+    The kernel releases the lock of a killed process, whose file stays. Raise RequestError, without
+    waiting, if another conversion has the lock, or if the folder cannot be written. File systems
+    without locks are used unlocked.
     """
     path = folder / LOCK_NAME
     try:
@@ -292,9 +301,9 @@ def _hold_lock(folder: Path) -> Iterator[None]:
 
 
 def _open_locked(path: Path) -> int:
-    """Create and lock a lock file, and return its descriptor. Raise BlockingIOError if another
-    process has the lock. Where the file system has no locks, the descriptor is returned without
-    one.
+    """Create and lock a lock file, and return its descriptor, which the caller closes. Raise
+    BlockingIOError at once if another process has the lock, OSError if the file cannot be opened.
+    Where the file system has no locks, the descriptor is returned without one.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -332,8 +341,8 @@ def _check_apart(target: Path, sources: tuple[Path, ...]) -> None:
 
 
 def _check_room(target: Path, plan: FilePlan, journal: "ConversionJournal") -> None:
-    """Raise RequestError if the disk of the target has less free space than the files that are
-    still to be written need.
+    """Raise RequestError if the disk of the target (of its nearest existing parent) has fewer free
+    bytes than the tensors of the files that are not in the journal yet.
     """
     needed_bytes = sum(file.nbytes for file in plan.files if not journal.is_finished(file.name))
     free_bytes = shutil.disk_usage(
@@ -341,14 +350,19 @@ def _check_room(target: Path, plan: FilePlan, journal: "ConversionJournal") -> N
     ).free
     if needed_bytes > free_bytes:
         raise RequestError(
-            f"target {str(target)!r} needs {needed_bytes} bytes and {free_bytes} are free; make room, or give"
+            f"target {str(target)!r} needs {needed_bytes} bytes and {free_bytes} are free; make"
+            " room, or give"
             " another folder"
         )
 
 
 class ConversionJournal:
-    """The journal of a conversion, a JSON file in its target: what is converted to what
-    (`request`), the size of every complete file, and whether all are complete.
+    """The journal of a conversion, `conversion.json` in the target folder: what is converted to
+    what (`request`), the size of every complete file by name (`files`), and whether all are
+    complete.
+
+    `open` reads or makes it; `begin`, `add_file` and `finish` write the file anew; `is_finished`
+    asks for one file.
     """
 
     def __init__(
@@ -363,11 +377,12 @@ class ConversionJournal:
     def open(
         cls, folder: Path, request: dict[str, Any], names: tuple[str, ...]
     ) -> "ConversionJournal":
-        """Return the journal of a conversion with the same `request`, interrupted or complete, or a
-        new empty one if the folder is absent or empty. Nothing is written yet.
+        """Return the journal in a target folder, of an interrupted or complete conversion with the
+        same `request`, or a new empty one if the folder is absent or holds at most leftovers of a
+        run killed at its beginning. Nothing is written.
 
         `names` are the files of the complete conversion. Raise RequestError if the folder holds
-        anything else, or cannot be read.
+        anything else, cannot be read, or is said to be complete and a file has not the size noted.
         """
         path = folder / JOURNAL_NAME
         try:
@@ -385,8 +400,9 @@ class ConversionJournal:
     def _read_existing(
         cls, folder: Path, request: dict[str, Any], names: tuple[str, ...]
     ) -> "ConversionJournal":
-        """Read the journal in a folder. Raise RequestError if it is none, is of another conversion,
-        or says that all is complete and a file has another size.
+        """Return the journal that a target folder has. Raise RequestError if the file is no
+        journal, is of another conversion than `request`, or says that all is complete and one of
+        the files `names` is missing or has another size.
         """
         path = folder / JOURNAL_NAME
         content = checkpoint_tensors.read_journal(path)
@@ -401,21 +417,22 @@ class ConversionJournal:
             raise _make_not_empty_error(folder)
         if different_keys:
             raise RequestError(
-                f"{path}: is of another conversion ({', '.join(different_keys)} differ); give another"
+                f"{path}: belongs to another conversion ({', '.join(different_keys)} differ); give"
+                " another"
                 " folder, or empty this one"
             )
         journal = cls(folder, request, files, is_complete)
         changed = [name for name in names if not journal.is_finished(name)]
         if is_complete and changed:
             raise RequestError(
-                f"{path}: says that its folder is complete, and {changed[0]} is not as it was"
-                " written; give another folder, or empty this one"
+                f"{path}: the conversion was complete, but {changed[0]} has changed since; give"
+                " another folder, or empty this one"
             )
         return journal
 
     def begin(self) -> None:
-        """Write the journal, to prove before any work that the folder can be written to. Raise
-        RequestError if it cannot.
+        """Write the journal file, to prove before any work that the target folder can be written
+        to. Raise RequestError if it cannot.
         """
         folder = self.path.parent
         try:
@@ -426,23 +443,31 @@ class ConversionJournal:
             ) from error
 
     def is_finished(self, name: str) -> bool:
-        """Return whether a file is in the journal and on disk with the noted size."""
+        """Return whether a file of the conversion is in this journal, and in the target folder with
+        the noted size.
+        """
         path = self.path.parent / name
         return name in self.files and path.is_file() and path.stat().st_size == self.files[name]
 
     def add_file(self, name: str) -> None:
-        """Add a complete file with its size, and write the journal."""
+        """Add a complete file of the target folder to this journal with its present size, and write
+        the journal file.
+        """
         self.files[name] = (self.path.parent / name).stat().st_size
         self.write()
 
     def finish(self, names: tuple[str, ...]) -> None:
-        """Set the sizes of all files, mark the conversion complete, and write the journal."""
+        """Note the present sizes of all files, mark the conversion complete, and write the journal
+        file.
+        """
         self.files = {name: (self.path.parent / name).stat().st_size for name in names}
         self.is_complete = True
         self.write()
 
     def write(self) -> None:
-        """Write the journal file, completely or not at all."""
+        """Replace the journal file by this journal's content as canonical JSON, completely or not
+        at all. Raise OSError if it cannot be written.
+        """
         content = {**self.request, "files": self.files} | (
             {"finished": True} if self.is_complete else {}
         )

@@ -56,8 +56,9 @@ _LAYER = re.compile(
 
 @dataclass(frozen=True)
 class GlmCheckpoint:
-    """A GLM checkpoint of which only the headers were read: its tensors by the names of the model's
-    parameters. `location` is its one file, or its folder.
+    """An opened GLM checkpoint of which only the headers were read: its tensors by the names of the
+    model's parameters. `location` is its one file, or its folder, for messages. Implements
+    `OpenedCheckpoint`.
     """
 
     headers: CheckpointHeaders
@@ -65,8 +66,8 @@ class GlmCheckpoint:
     parameters: dict[str, CheckpointTensor]
 
     def read_dimensions(self) -> dict[str, Any]:
-        """Return the model's dimensions as the shapes of tensors show them; None for those they do
-        not show, and always for `heads`.
+        """Return the dimensions of a GLM checkpoint's model by the fields of GlmModel, as the
+        shapes of its tensors show them; None for those they do not show, and always for `heads`.
         """
         layers = sum(1 for name in self.parameters if _LAYER.fullmatch(name))
         positions = self._get_matrix_size(POSITIONS, 0)
@@ -80,8 +81,8 @@ class GlmCheckpoint:
         }
 
     def _get_matrix_size(self, name: str, dimension: int) -> int | None:
-        """Return the size of a matrix along a dimension; None if there is no such tensor, it is not
-        a matrix, or the size is 0.
+        """Return the size of this checkpoint's tensor `name` along a dimension (0 or 1); None if
+        there is no such tensor, it does not have two dimensions, or the size is 0.
         """
         stored = self.parameters.get(name)
         return (
@@ -91,16 +92,17 @@ class GlmCheckpoint:
         )
 
     def count_parameters(self) -> int:
-        """Return how many parameters the model has. Raise RequestError if the tensors are not
-        exactly those of a GLM.
+        """Return how many parameters the GLM of this checkpoint has. Raise RequestError if its
+        tensors are not exactly those of a GLM with the dimensions that they show.
         """
         expected_shapes = get_parameter_shapes(self._make_model())
         check_glm_tensors(self, expected_shapes)
         return sum(math.prod(shape) for shape in expected_shapes.values())
 
     def _make_model(self) -> GlmModel:
-        """Return a model with the dimensions of the tensors, and 1 for `heads`, which no shape
-        depends on. Raise RequestError if a dimension is unknown or above `MAX_SIZE`.
+        """Return the GlmModel with the dimensions that this checkpoint's tensors show, and 1 for
+        `heads`, which no shape depends on. Raise RequestError if a dimension is unknown or above
+        `MAX_SIZE`.
         """
         config = {
             field: value for field, value in self.read_dimensions().items() if field != "heads"
@@ -108,7 +110,7 @@ class GlmCheckpoint:
         missing = [field for field, value in config.items() if value is None]
         if missing:
             raise RequestError(
-                f"{self.location}: does not tell {', '.join(missing)} of its model; give a complete"
+                f"{self.location}: its files do not state {', '.join(missing)}; give a complete"
                 " folder"
             )
         for field, value in config.items():
@@ -129,8 +131,9 @@ def _make_checkpoint(
     iteration: str | None,
     notes: Notes = (),
 ) -> GlmCheckpoint:
-    """Return a checkpoint from its tensors and files, with a digest of the headers. `iteration` is
-    None for safetensors.
+    """Return a GlmCheckpoint of one shard from its files (`sizes`: name and bytes) and tensors,
+    with a SHA-256 of these headers as digest. `iteration` is the name of its folder, None for
+    Hugging Face's files; the step is 0.
     """
     descriptions = sorted(
         (name, stored.dtype, list(stored.shape)) for name, stored in tensors.items()
@@ -145,14 +148,17 @@ def _make_checkpoint(
 
 
 def get_parameter_shapes(model: GlmModel) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a model by name; no memory is taken for values."""
+    """Return the shape of every parameter of a GLM by name; the model is made on torch's meta
+    device, so no memory is taken for values.
+    """
     with skip_initialization(torch.device("meta")):
         return {name: tuple(parameter.shape) for name, parameter in Glm(model).named_parameters()}
 
 
 def has_glm_checkpoint(folder: Path) -> bool:
-    """Return whether a folder holds a GLM checkpoint, in the authors' format or in safetensors.
-    Raise OSError or RequestError if its files cannot be read.
+    """Return whether a folder holds a GLM checkpoint: the authors' file mp_rank_00_model_states.pt
+    in it or one level below, or Hugging Face files with GLM's word embeddings. Raise OSError or
+    RequestError if its files cannot be read.
     """
     has_own_format = (folder / GLM_FILE_NAME).is_file() or any(folder.glob(f"*/{GLM_FILE_NAME}"))
     return has_own_format or not {WORD_EMBEDDINGS, PREFIX + WORD_EMBEDDINGS}.isdisjoint(
@@ -161,11 +167,12 @@ def has_glm_checkpoint(folder: Path) -> bool:
 
 
 def load_glm(model: Glm, folder: Path, progress: ByteProgress | None = None) -> dict[str, Any]:
-    """Fill a model from a checkpoint folder in place, and return where the weights came from, for
-    the record. All headers are checked before the first value is copied.
+    """Fill a GLM from a checkpoint folder in place, casting to its dtype on its device, and return
+    where the weights came from, for the record: `describe_source`, and `iteration` if there is one.
 
-    `progress` is called after every tensor with the bytes copied so far and in all. Raise
-    RequestError if the checkpoint is not of this model.
+    All headers are checked before the first value is copied. `progress` is called after every
+    tensor with the bytes copied so far and in all. Raise RequestError if the folder has no GLM
+    checkpoint, or one of another model.
     """
     source = open_glm_checkpoint(folder)
     parameters = dict(model.named_parameters())
@@ -196,10 +203,12 @@ def _count_bytes(stored: CheckpointTensor) -> int:
 
 
 def open_glm_checkpoint(folder: Path) -> GlmCheckpoint:
-    """Open the GLM checkpoint in a folder, in either format: headers are read, values are not.
+    """Open the GLM checkpoint in a folder, in the format of GLM's authors (tracker,
+    mp_rank_00_model_states.pt) or in Hugging Face's files of weights: headers are read, values are
+    not.
 
     Raise RequestError if the folder does not exist or cannot be read, holds no checkpoint, one in
-    both formats, or one of another family.
+    both formats, one of another family, or a damaged one.
     """
     if not folder.is_dir():
         problem = "is a file, a folder is expected" if folder.is_file() else "does not exist"
@@ -218,7 +227,8 @@ def open_glm_checkpoint(folder: Path) -> GlmCheckpoint:
             )
         if not has_own_format and not has_safetensors:
             raise RequestError(
-                f"{folder.resolve()}: holds no checkpoint, neither GLM's own ({TRACKER_NAME} or {GLM_FILE_NAME})"
+                f"{folder.resolve()}: holds no checkpoint, neither GLM's own ({TRACKER_NAME} or"
+                f" {GLM_FILE_NAME})"
                 f" nor {SINGLE_NAME} or {INDEX_NAME}; give a folder that does"
             )
         return _open_safetensors(folder) if has_safetensors else _open_own_format(folder)
@@ -226,7 +236,7 @@ def open_glm_checkpoint(folder: Path) -> GlmCheckpoint:
 
 def check_glm_tensors(source: GlmCheckpoint, expected_shapes: dict[str, tuple[int, ...]]) -> None:
     """Raise RequestError unless a checkpoint has exactly the tensors of a model with parameters of
-    these shapes, in dtypes of plain weights.
+    these shapes (by name), in dtypes of plain weights. Values are not read.
     """
     embeddings = source.parameters.get(WORD_EMBEDDINGS)
     if (
@@ -235,8 +245,10 @@ def check_glm_tensors(source: GlmCheckpoint, expected_shapes: dict[str, tuple[in
         and embeddings.shape[0] != expected_shapes[WORD_EMBEDDINGS][0]
     ):
         raise RequestError(
-            f"{embeddings.path}: {short_repr(embeddings.name)} has {embeddings.shape[0]} rows, the case's vocab is"
-            f" {expected_shapes[WORD_EMBEDDINGS][0]}; give weights of the case's model, or the case of theirs"
+            f"{embeddings.path}: {short_repr(embeddings.name)} has {embeddings.shape[0]} rows, the"
+            " case's vocab is"
+            f" {expected_shapes[WORD_EMBEDDINGS][0]}; give weights of the case's model, or the"
+            " case of theirs"
         )
     parts = {
         name: TensorPart(name, tuple((0, size) for size in shape), shape)
@@ -252,10 +264,11 @@ def check_glm_tensors(source: GlmCheckpoint, expected_shapes: dict[str, tuple[in
 
 
 def _open_own_format(folder: Path) -> GlmCheckpoint:
-    """Open a checkpoint in the authors' format: the file in the folder itself, or in the one that
-    the tracker names.
+    """Open a checkpoint in the authors' format: mp_rank_00_model_states.pt in the folder itself, or
+    in the folder below it that the tracker names. Its `iteration` is that folder's name.
 
-    Raise RequestError if the file is missing, has no weights, or is one of several shards.
+    Raise RequestError if the tracker is wrong, the file is missing or has no weights (dict
+    `module`), or there are other shards beside it.
     """
     iteration = None if (folder / GLM_FILE_NAME).exists() else _read_tracker(folder / TRACKER_NAME)
     inner_folder = folder if iteration is None else folder / iteration
@@ -264,7 +277,8 @@ def _open_own_format(folder: Path) -> GlmCheckpoint:
     )
     if others:
         raise RequestError(
-            f"{inner_folder / others[0]}: a model divided over ranks is not read; merge it to one {GLM_FILE_NAME}"
+            f"{inner_folder / others[0]}: a checkpoint split over ranks is not supported; merge it"
+            f" into one {GLM_FILE_NAME}"
         )
     path = inner_folder / GLM_FILE_NAME
     if not path.is_file():
@@ -276,7 +290,8 @@ def _open_own_format(folder: Path) -> GlmCheckpoint:
     module = content.get(MODULE_KEY) if isinstance(content, dict) else None
     if not isinstance(module, dict) or not module:
         raise RequestError(
-            f"{path}: holds no weights, a table {MODULE_KEY!r} is expected; give a checkpoint of GLM"
+            f"{path}: holds no weights, a table {MODULE_KEY!r} is expected; give a checkpoint of"
+            " GLM"
         )
     sizes = [(str(path.relative_to(folder)), path.stat().st_size)]
     iteration_name = iteration or inner_folder.resolve().name
@@ -292,8 +307,9 @@ def _open_own_format(folder: Path) -> GlmCheckpoint:
 
 
 def _read_tracker(path: Path) -> str:
-    """Return the folder name that a tracker file contains. Raise RequestError if it is not a plain
-    name.
+    """Return the folder name that a tracker file contains, without surrounding white space. Raise
+    RequestError if it is not a plain printable ASCII name of a folder, so that it cannot lead
+    elsewhere; OSError if the file cannot be read.
     """
     with files.open_regular(path) as file:
         raw = file.read(MAX_TRACKER_BYTES)
@@ -312,7 +328,10 @@ def _read_tracker(path: Path) -> str:
 
 
 def _open_safetensors(folder: Path) -> GlmCheckpoint:
-    """Open a checkpoint in Hugging Face's files; a prefix `glm.` that all names have is removed."""
+    """Open a GLM checkpoint in Hugging Face's files, safetensors or pytorch_model.bin; a prefix
+    `glm.` is removed if all names have it. Raise RequestError if the files are damaged or
+    incomplete.
+    """
     shards = hf_checkpoint.read_weights_files(folder)
     tensors = {name: stored for shard in shards for name, stored in shard.tensors.items()}
     if tensors and all(name.startswith(PREFIX) for name in tensors):
@@ -322,8 +341,11 @@ def _open_safetensors(folder: Path) -> GlmCheckpoint:
 
 
 def write_glm_checkpoint(model: Glm, folder: Path, iteration: int) -> None:
-    """Write a model as a checkpoint in the authors' format into `folder/ITERATION`, which is
-    created. The tracker file is written once the checkpoint is complete.
+    """Write a GLM's parameters, copied to the CPU, as a checkpoint in the authors' format into
+    `folder/ITERATION`, which is created; files that exist are replaced.
+
+    The tracker file in `folder`, which names it, is written once the checkpoint is complete. Raise
+    OSError if a file cannot be written.
     """
     inner_folder = folder / str(iteration)
     inner_folder.mkdir(parents=True, exist_ok=True)

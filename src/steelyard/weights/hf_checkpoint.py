@@ -53,7 +53,9 @@ OTHER_WEIGHTS_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """One file of weights with the tensors that its header lists, by name."""
+    """One file of weights: its size, SHA-256 of its header, and the tensors that the header lists,
+    by name.
+    """
 
     path: Path
     size_bytes: int
@@ -63,8 +65,9 @@ class WeightsFile:
 
 @dataclass(frozen=True)
 class WeightsFormat:
-    """A file format of weights: the name of a single file, that of an index of several, how the
-    names in the index end, and the function that reads a file's header.
+    """A file format of weights in Hugging Face folders (safetensors, or torch.save's): the name of
+    a single file, that of an index of several, how the names in the index end, and the function
+    that reads a file's header.
     """
 
     single: str
@@ -78,8 +81,9 @@ class WeightsFormat:
 
 
 def read_safetensors_header(path: Path) -> WeightsFile:
-    """Read and check the header of a safetensors file. Raise RequestError if the file is missing,
-    damaged or cut off, or its header exceeds `MAX_HEADER_BYTES`.
+    """Read and check the header of a safetensors file, but no values, and return it as a
+    `WeightsFile`. Raise RequestError if the file is missing, damaged or cut off, or its header
+    exceeds `MAX_HEADER_BYTES`.
     """
     try:
         _check_exists(path)
@@ -128,10 +132,11 @@ def _open_safetensor(path: Path, name: str) -> Tensor:
 
 
 def read_torch_header(path: Path) -> WeightsFile:
-    """Read the tensors of a torch.save file without running any of it. Its `header_sha256` is the
-    hash of their names, dtypes, shapes and offsets.
+    """Return the tensors of a torch.save file as a `WeightsFile`, without running any of it or
+    reading values. Its `header_sha256` is the hash of their names, dtypes, shapes and offsets.
 
-    Raise RequestError if the file is missing or damaged, or is not a dict of tensors by name.
+    Raise RequestError if the file is missing or damaged, or is not a dict of tensors by name that
+    has at least one.
     """
     _check_exists(path)
     content = read_saved(path)
@@ -141,7 +146,7 @@ def read_torch_header(path: Path) -> WeightsFile:
         or not all(isinstance(name, str) for name in content)
     ):
         raise RequestError(
-            f"{path}: is no table of tensors by name; save the model's state_dict, or give"
+            f"{path}: is not a table of tensors by name; save the model's state_dict, or give"
             " safetensors"
         )
     tensors = {name: make_checkpoint_tensor(path, name, value) for name, value in content.items()}
@@ -177,8 +182,9 @@ def has_weights_files(folder: Path) -> bool:
 
 
 def list_tensor_names(folder: Path) -> set[str]:
-    """Return the names of a folder's tensors, from the header of the single file or from the index;
-    an empty set if it has no weights. Raise RequestError if that file is damaged.
+    """Return the names of a folder's tensors, from the header of the single file or else from the
+    index, of safetensors or else of pytorch_model.bin; an empty set if it has none of these. Raise
+    RequestError if that file is damaged.
     """
     for weights_format in WEIGHTS_FORMATS:
         if (folder / weights_format.single).is_file():
@@ -190,7 +196,11 @@ def list_tensor_names(folder: Path) -> set[str]:
 
 def read_weights_files(folder: Path) -> list[WeightsFile]:
     """Read and check the headers of a folder's files of weights, and return them in order of name.
-    Raise RequestError if there are none, one is missing or damaged, or they differ from the index.
+    A single file goes before an index, and safetensors before pytorch_model.bin; the others are
+    then ignored.
+
+    Raise RequestError if there are none, one is missing or damaged, or their tensors are not where
+    the index says.
     """
     for weights_format in WEIGHTS_FORMATS:
         if (folder / weights_format.single).is_file():
@@ -208,8 +218,9 @@ def read_weights_files(folder: Path) -> list[WeightsFile]:
 
 
 def _read_indexed_files(index: Path, weights_format: WeightsFormat) -> list[WeightsFile]:
-    """Read the headers of the files that an index names. Raise RequestError unless every tensor is
-    in exactly the file that the index says.
+    """Return the headers of the files that an index names, in order of name. Raise RequestError if
+    the index or a file is damaged or missing, or unless every tensor is in exactly the file that
+    the index says.
     """
     file_names = read_weight_map(index, weights_format.suffix)
     shards = [
@@ -222,8 +233,10 @@ def _read_indexed_files(index: Path, weights_format: WeightsFormat) -> list[Weig
     for name in sorted(file_names.keys() | files_with_tensor.keys()):
         if files_with_tensor.get(name) != [file_names.get(name)]:
             raise RequestError(
-                f"{index}: tensor {short_repr(name)} should be in {short_repr(file_names.get(name))}, it"
-                f" is in {short_repr(files_with_tensor.get(name))}; fetch the index and the shards again"
+                f"{index}: tensor {short_repr(name)} should be in"
+                f" {short_repr(file_names.get(name))}, it"
+                f" is in {short_repr(files_with_tensor.get(name))}; fetch the index and the shards"
+                " again"
             )
     return shards
 
@@ -238,8 +251,9 @@ def _count_queries_per_group(shape: LlamaShape) -> int:
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """Where a tensor of the file goes: a parameter of our model, and the range of its logical view
-    along `dimension` that `span` returns for a shape; all of it if `span` is None.
+    """Where a tensor of a Hugging Face file goes: a parameter of our model (without the layer's
+    prefix), and the range of its logical view along `dimension` that `span` returns for a shape;
+    all of it if `span` is None.
     """
 
     parameter: str
@@ -247,8 +261,8 @@ class ParameterSlot:
     span: Callable[[LlamaShape], tuple[int, int]] | None = None
 
     def make_part(self, shape: LlamaShape, prefix: str = "") -> TensorPart:
-        """Return the box that the tensor covers in a model of this shape; `prefix` is that of the
-        layer, such as `layers.3.`.
+        """Return the parameter and the box of it that this slot's tensor covers in a model of this
+        shape, as a TensorPart; `prefix` is that of the layer, such as `layers.3.`.
         """
         name = prefix + self.parameter
         box = list(llama_placements.find_shard_box(name, shape, llama_placements.Shard()))
@@ -293,9 +307,10 @@ OPTIONAL_SLOTS = {
 
 @dataclass(frozen=True)
 class RedundantTensor:
-    """A tensor that our model does not have. `is_harmless` is called with it and a function that
-    returns the embedding, and returns whether leaving it out changes no result; `refusal` is the
-    message if it does.
+    """A tensor that our model does not have but a Hugging Face folder may.
+
+    `is_harmless` is called with its values and a function that returns the embedding's, and returns
+    whether leaving it out changes no result; `refusal` is the message if it does.
     """
 
     is_harmless: Callable[[Tensor, Callable[[], Tensor]], bool]
@@ -315,8 +330,9 @@ TIED_HEAD = RedundantTensor(
 
 
 def map_hf_tensors(shape: LlamaShape) -> dict[str, TensorPart]:
-    """Return all tensors that a Hugging Face checkpoint of this shape must have, by name, with the
-    box that each covers: together they cover each parameter once.
+    """Return all tensors that a Hugging Face checkpoint of this shape must have, by name in the
+    file, with the box of our parameter that each covers: together they cover each parameter once.
+    Optional ones (biases, QK norms, output) are there if the shape has them.
     """
     layer_slots = LAYER_SLOTS | {
         name: slot
@@ -338,8 +354,9 @@ def map_hf_tensors(shape: LlamaShape) -> dict[str, TensorPart]:
 
 
 def map_redundant_tensors(shape: LlamaShape) -> dict[str, RedundantTensor]:
-    """Return the tensors that a Hugging Face checkpoint of this shape may have in addition, by
-    name.
+    """Return the tensors that a Hugging Face checkpoint of this shape may have in addition, by name
+    in the file: rotary frequencies, biases of output projections, and lm_head if the output is tied
+    to the embedding.
     """
     redundant_tensors = {"model.rotary_emb.inv_freq": INV_FREQ} | (
         {"lm_head.weight": TIED_HEAD} if shape.tied else {}
@@ -352,8 +369,8 @@ def map_redundant_tensors(shape: LlamaShape) -> dict[str, RedundantTensor]:
 
 @dataclass(frozen=True)
 class HfCheckpoint:
-    """A Hugging Face folder with a Llama, of which config.json (`settings`) and the headers were
-    read. Implements `LlamaCheckpoint`.
+    """An opened Hugging Face folder with a Llama, of which config.json (`settings`, at `path`) and
+    the headers were read. Implements `LlamaCheckpoint`; `open_hf_checkpoint` makes it.
     """
 
     headers: CheckpointHeaders
@@ -361,16 +378,20 @@ class HfCheckpoint:
     settings: dict[str, Any]
 
     def read_dimensions(self) -> dict[str, Any]:
-        """Return the model's dimensions by the fields of LlamaShape, as config.json tells them;
-        None for those it does not. Raise RequestError if a value has a wrong type.
+        """Return the dimensions of a Hugging Face checkpoint's model by the fields of LlamaShape,
+        as config.json tells them or transformers' defaults have them; None for those without
+        either. Raise RequestError if a value has a wrong type or is not above 0.
         """
         return checkpoint_tensors.parse_shape_fields(
             self.path, get_first_values(self.path, self.settings)
         )
 
     def list_pieces(self, shape: LlamaShape) -> list[TensorPiece]:
-        """Return one piece for each tensor that the model has. Raise RequestError if config.json or
-        the headers are not those of a model of this shape, or a tensor is missing.
+        """Return one piece for each tensor of the files that a model of this shape has; redundant
+        tensors are left out. Only headers are used.
+
+        Raise RequestError if config.json, names, shapes or dtypes are not those of a model of this
+        shape, or a tensor is missing.
         """
         check_config(self.path, self.settings, vars(shape))
         expected_parts, redundant_tensors, tensors = (
@@ -394,8 +415,9 @@ class HfCheckpoint:
         ]
 
     def check_values(self, shape: LlamaShape) -> None:
-        """Read the redundant tensors, and raise RequestError if one changes results: an output bias
-        that is not zero, or a tied output that differs from the embedding.
+        """Read the tensors of this checkpoint that a model of this shape lacks, and raise
+        RequestError if one changes results: a bias of an output projection that is not zero, or a
+        tied output that differs from the embedding.
         """
         redundant_tensors = map_redundant_tensors(shape)
         tensors = {stored.name: stored for stored in self.headers.tensors}
@@ -409,8 +431,8 @@ class HfCheckpoint:
                 )
 
     def count_parameters(self) -> int:
-        """Return how many parameters the model has. Raise RequestError if the folder is not a
-        complete model.
+        """Return how many parameters the Llama in this Hugging Face folder has. Raise RequestError
+        if the folder is not a complete model.
         """
         return checkpoint_tensors.count_checkpoint_parameters(self)
 
@@ -423,8 +445,9 @@ def has_hf_llama(folder: Path) -> bool:
 
 
 def open_hf_checkpoint(folder: Path) -> HfCheckpoint:
-    """Open a Hugging Face folder: read config.json and every header, but no values. Raise
-    RequestError if one is missing or damaged.
+    """Open a Hugging Face folder with a Llama: read config.json and the header of every file of
+    weights, but no values. Nothing is compared with a model. Raise RequestError if one is missing
+    or damaged.
     """
     path = folder / CONFIG_NAME
     settings, shards = read_hf_json(path), read_weights_files(folder)

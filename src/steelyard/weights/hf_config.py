@@ -56,7 +56,9 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class ConfigValue:
-    """The value that one key of config.json gives for a field of the model."""
+    """The value that one key of config.json, or a default, gives for a field of LlamaModel; `key`
+    is a text for messages where it is no real key.
+    """
 
     key: str
     field: str
@@ -64,9 +66,9 @@ class ConfigValue:
 
 
 def list_setting_objects(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the objects in which a setting may be: config.json itself, and its object for rotary
-    positions in the newer and the older spelling (empty if absent). Raise RequestError if one is
-    not an object.
+    """Return the three dicts in which a setting may be: config.json itself, and its object for
+    rotary positions in the newer (`rope_parameters`) and the older spelling (`rope_scaling`), empty
+    if absent. Raise RequestError if one is not an object.
     """
     objects = [config]
     for key in ROPE_TABLES:
@@ -80,8 +82,9 @@ def list_setting_objects(path: Path, config: dict[str, Any]) -> list[dict[str, A
 
 
 def find_values(path: Path, config: dict[str, Any], key: str) -> list[Any]:
-    """Return all values of a key that are not null, from config.json itself first, then from its
-    objects for rotary positions.
+    """Return all values of a key that are not null: from config.json itself first, then from its
+    two objects for rotary positions; an empty list if there are none. Raise RequestError if one of
+    these is not an object.
     """
     return [
         table[key] for table in list_setting_objects(path, config) if table.get(key) is not None
@@ -89,25 +92,28 @@ def find_values(path: Path, config: dict[str, Any], key: str) -> list[Any]:
 
 
 def find_hf_family(config: Mapping[str, Any]) -> HfFamily | None:
-    """Return the row of a config's model type, or None if our own Llama cannot compute it."""
+    """Return the row of the model type that a config.json names, or None if our own Llama does not
+    compute that type or it names none.
+    """
     model_type = config.get("model_type")
     return HF_FAMILIES.get(model_type) if isinstance(model_type, str) else None
 
 
 def list_config_values(path: Path, config: dict[str, Any]) -> list[ConfigValue]:
-    """Return every field of the model with its value in config.json, sizes first; a field that
-    several keys tell is there once for each.
+    """Return every field of LlamaModel with its value in config.json, in the order of the model
+    type's keys, sizes first; a field that several places tell is there once for each.
 
     Where a key is absent, the value is transformers' default for the model type, or None. An
-    unknown model type is read as a Llama's.
+    unknown model type is read as a Llama's. Raise RequestError if an object for rotary positions is
+    not one.
     """
     row = find_hf_family(config) or HF_FAMILIES["llama"]
     config_values: list[ConfigValue] = []
     fields: dict[str, Any] = {}
 
     def add_values(key: str, field: str, *values: Any) -> None:
-        """Add one entry per value, and remember the first as the field's value for the defaults
-        that follow.
+        """Append one ConfigValue per value (at least one) to the result, and remember the first as
+        the field's value for the defaults of later keys.
         """
         config_values.extend(ConfigValue(key, field, value) for value in values)
         fields[field] = values[0]
@@ -132,8 +138,8 @@ def list_config_values(path: Path, config: dict[str, Any]) -> list[ConfigValue]:
 
 
 def _parse_scalings(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return each scaling of rotary positions that config.json gives, in a case's form; kinds that
-    are not supported are left out.
+    """Return each scaling of rotary positions that config.json gives, at most two, as a dict with
+    `kind` and the fields of a case; kinds that are not supported are left out.
     """
     kinds = [
         (kind, table)
@@ -153,9 +159,10 @@ def _find_rope_kind(table: dict[str, Any]) -> list[str]:
 
 
 def check_supported(path: Path, config: dict[str, Any]) -> HfFamily:
-    """Raise RequestError if our own Llama does not compute what config.json describes: model type,
-    activation, biases, rotary positions, or layers of which only some have a sliding window. Return
-    the row of the model type.
+    """Return the row of config.json's model type. Raise RequestError if our own Llama does not
+    compute what it describes: model type, activation, MLP biases, partial or unknown kinds of
+    rotary positions, or layers of which only some have a sliding window. Dimensions are not
+    checked.
     """
     row = find_hf_family(config)
     if row is None:
@@ -173,7 +180,8 @@ def check_supported(path: Path, config: dict[str, Any]) -> HfFamily:
             reason = f" ({REFUSED_ROPE[kind]})" if kind in REFUSED_ROPE else ""
             allowed_kinds = ", ".join(map(repr, (PLAIN_ROPE, *SCALING_KEYS)))
             raise RequestError(
-                f"{path}: rope_type is {short_repr(kind)}{reason}, allowed: {allowed_kinds}; give weights of"
+                f"{path}: rope_type is {short_repr(kind)}{reason}, allowed: {allowed_kinds}; give"
+                " weights of"
                 " another model"
             )
     if has_mixed_windows(config, get_first_values(path, config)):
@@ -192,8 +200,8 @@ def get_first_values(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_config(path: Path, config: dict[str, Any], model: Mapping[str, Any]) -> None:
-    """Raise RequestError if a config.json is not that of a model, given as a mapping of its fields,
-    or is one that our own Llama does not compute.
+    """Raise RequestError if a config.json (`config`, read from `path`) is not that of `model`, a
+    mapping of LlamaModel's or LlamaShape's fields, or is one that our own Llama does not compute.
 
     The number of positions is not compared: no weight depends on it. Windows as long as all
     positions count as none.
@@ -214,8 +222,9 @@ def check_config(path: Path, config: dict[str, Any], model: Mapping[str, Any]) -
 
 
 def parse_hf_model(path: Path, config: dict[str, Any]) -> LlamaModel:
-    """Return the model that a config.json describes, in the form of a case. Raise RequestError if
-    it is not one that our own Llama computes, or lacks a size, or a value is wrong.
+    """Return the model that a config.json describes, as the LlamaModel of a case. Raise
+    RequestError if it is not one that our own Llama computes, lacks a size, or has a wrong value;
+    `path` is only for the message.
     """
     check_supported(path, config)
     fields, keys = (
@@ -225,7 +234,7 @@ def parse_hf_model(path: Path, config: dict[str, Any]) -> LlamaModel:
     missing = [keys[name] for name in REQUIRED_FIELDS if fields[name] is None]
     if missing:
         raise RequestError(
-            f"{path}: does not tell {', '.join(missing)}; give a complete config.json"
+            f"{path}: does not state {', '.join(missing)}; give a complete config.json"
         )
     try:
         return LlamaModel.model_validate(fields | {"family": "llama"}, strict=True)
@@ -237,14 +246,15 @@ def parse_hf_model(path: Path, config: dict[str, Any]) -> LlamaModel:
                 f"{path}: {first['msg'].removeprefix('Value error, ')}; download the file again"
             ) from error
         raise RequestError(
-            f"{path}: {keys[name]} is {short_repr(fields[name])}, no {name} that a model has;"
+            f"{path}: {keys[name]} is {short_repr(fields[name])}, which is not a valid value;"
             " download the file again"
         ) from error
 
 
 def read_hf_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a Hugging Face folder, at most `MAX_JSON_BYTES`. Raise RequestError if it
-    cannot be read, or is not a JSON object.
+    """Return the content of a JSON file of a Hugging Face folder, at most `MAX_JSON_BYTES`. Raise
+    RequestError if it cannot be read, is larger, is not JSON or repeats a key, or is not a JSON
+    object.
     """
     try:
         value = files.parse_json(files.read_file(path, MAX_JSON_BYTES))
@@ -259,7 +269,8 @@ def read_hf_json(path: Path) -> dict[str, Any]:
     # ValueError: bad UTF-8, bad JSON, a number of too many digits
     except (ValueError, RecursionError) as error:
         raise RequestError(
-            f"{path}: is not JSON ({short_repr(files.explain_json_error(error))}); download the file again"
+            f"{path}: is not JSON ({short_repr(files.explain_json_error(error))}); download the"
+            " file again"
         ) from error
     if not isinstance(value, dict):
         raise RequestError(f"{path}: is not a JSON object; download the file again")
@@ -267,9 +278,11 @@ def read_hf_json(path: Path) -> dict[str, Any]:
 
 
 def read_weight_map(index: Path, suffix: str = ".safetensors") -> dict[str, str]:
-    """Read an index file and return the file name of each tensor by its name. Raise RequestError if
-    there are none, or a file name is not plain or does not end in `suffix`: it must not lead out of
-    the folder.
+    """Return the `weight_map` of an index file: for each tensor's name the name of its file, which
+    need not exist.
+
+    Raise RequestError if the index cannot be read or has no such map, or a file name is not plain
+    or does not end in `suffix`: it must not lead out of the folder.
     """
     file_names = read_hf_json(index).get("weight_map")
     if not isinstance(file_names, dict) or not file_names:
@@ -291,8 +304,9 @@ def read_weight_map(index: Path, suffix: str = ".safetensors") -> dict[str, str]
 def hash_headers(
     files: Iterable[tuple[int, str]], tensors: Iterable[tuple[str, str, list[int]]]
 ) -> str:
-    """Return a SHA-256 over the headers of a checkpoint: `files` are size and header hash of each
-    file in order of name, `tensors` are name, dtype and shape of each.
+    """Return the SHA-256 in hexadecimal over the headers of a checkpoint: `files` are size and
+    header hash of each file in order of name, `tensors` are name, dtype and shape of each in any
+    order.
     """
     return hashlib.sha256(
         to_canonical_json({"files": list(files), "tensors": sorted(tensors)}).encode()

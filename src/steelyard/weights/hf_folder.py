@@ -25,8 +25,8 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 @dataclass(frozen=True)
 class HfFolder:
-    """A Hugging Face folder with its parsed config.json. `weights` is the name of the file with the
-    weights, or of the index of several; None if there is neither.
+    """A Hugging Face folder with its parsed config.json, made by `read_hf_folder`. `weights` is the
+    name of the file with the weights, or of the index of several; None if there is neither.
     """
 
     path: Path
@@ -47,17 +47,20 @@ class HfFolder:
 
     @property
     def precision(self) -> str | None:
-        """Return `fp32`, `fp16` or `bf16` as config.json says weights are stored, or None if it
-        says nothing or something else.
+        """Return `fp32`, `fp16` or `bf16` as the folder's config.json (`dtype`, or the older
+        `torch_dtype`) says weights are stored, or None if it says nothing or something else.
         """
         dtype = self.config.get("dtype", self.config.get("torch_dtype"))
         return PRECISIONS.get(dtype) if isinstance(dtype, str) else None
 
 
 def read_hf_folder(path: Path) -> HfFolder:
-    """Read a Hugging Face folder; weights may be missing. Raise RequestError if it is no folder,
-    has no valid config.json, or its weights are quantized. A hub id instead of a path gets a hint
-    to download it.
+    """Read the config.json of a Hugging Face folder and look which weights it has:
+    model.safetensors, its index, pytorch_model.bin or its index, the first that exists; they may be
+    missing.
+
+    Raise RequestError if `path` is no folder (a hub id gets a hint to download it), has no valid
+    config.json, or says that weights are quantized.
     """
     if not path.exists() and HUB_ID.fullmatch(str(path)):
         raise RequestError(
@@ -96,7 +99,8 @@ def check_no_remote_code(path: Path, config: dict[str, Any]) -> None:
     if config.get("auto_map"):
         model_type = short_repr(config.get("model_type"))
         raise RequestError(
-            f"{path / CONFIG_NAME}: auto_map names code of the folder itself (model_type {model_type},"
+            f"{path / CONFIG_NAME}: auto_map names code of the folder itself (model_type"
+            f" {model_type},"
             " trust_remote_code), which is never run here; give a model that transformers has by"
             " itself"
         )
@@ -108,14 +112,14 @@ def check_not_quantized(path: Path, config: dict[str, Any]) -> None:
     """
     if config.get("quantization_config") or config.get("compression_config"):
         raise RequestError(
-            f"{path / CONFIG_NAME}: its weights are quantised, which are not read here; give plain"
-            " ones"
+            f"{path / CONFIG_NAME}: its weights are quantized, which is not supported; give"
+            " weights that are not"
         )
 
 
 def check_static_rope(path: Path, config: dict[str, Any]) -> None:
-    """Raise RequestError if rotary positions depend on the length of the batch, which no engine may
-    use.
+    """Raise RequestError if config.json names a kind of rotary positions that depends on the length
+    of the batch (`dynamic`), which no engine may use. `path` is the folder, for the message.
     """
     for table in (config.get(name) for name in ROPE_TABLES):
         kinds = [table.get(key) for key in ROPE_TYPES] if isinstance(table, dict) else []
@@ -127,8 +131,9 @@ def check_static_rope(path: Path, config: dict[str, Any]) -> None:
 
 
 def check_llama_folder(folder: Path, model: LlamaModel) -> None:
-    """Raise RequestError if a folder has a config.json of another model than the case's, or
-    quantized weights; checked before a worker starts.
+    """Raise RequestError if a folder has a config.json that is not that of the case's Llama, cannot
+    be read, or says that weights are quantized; called before a worker starts, and no weights are
+    read.
 
     A folder without config.json, or whose config names no model type, passes.
     """
@@ -142,13 +147,15 @@ def check_llama_folder(folder: Path, model: LlamaModel) -> None:
             hf_config.check_config(path, config, {**dict(model), "head_dim": model.dim})
         except RequestError as error:
             raise RequestError(
-                f"other weights, of model_type {short_repr(config['model_type'])}: {error}; {OWN_MODEL_HINT}"
+                f"not the case's model (model_type {short_repr(config['model_type'])}): {error};"
+                f" {OWN_MODEL_HINT}"
             ) from error
 
 
 def check_auto_folder(folder: Path, model: AutoModel) -> None:
-    """Raise RequestError if a folder's config.json is not the case's for a model that transformers
-    computes: model type and every key that matters must be equal, and weights not quantized.
+    """Raise RequestError if a folder's config.json is not the case's, for a model that transformers
+    computes: model type and every key that `remove_unwanted_keys` leaves must be equal, and weights
+    not quantized. A missing config.json is refused too.
     """
     path = folder / CONFIG_NAME
     config = hf_config.read_hf_json(path)
@@ -156,13 +163,14 @@ def check_auto_folder(folder: Path, model: AutoModel) -> None:
     model_type = config.get("model_type")
     if model_type != model.model_type:
         raise RequestError(
-            f"other weights, of model_type {short_repr(model_type)}: {path}: the case's model_type is"
+            f"not the case's model (model_type {short_repr(model_type)}): {path}: the case's"
+            " model_type is"
             f" {model.model_type!r}; {OWN_MODEL_HINT}"
         )
     ours, theirs = dict(model.config), remove_unwanted_keys(config)
     for key in sorted({*ours, *theirs} - {"model_type"}):
         if ours.get(key) != theirs.get(key):
             raise RequestError(
-                f"other weights: {path}: {key} is {short_repr(theirs.get(key))}, "
+                f"not the case's model: {path}: {key} is {short_repr(theirs.get(key))}, "
                 f"the case's is {short_repr(ours.get(key))}; {OWN_MODEL_HINT}"
             )

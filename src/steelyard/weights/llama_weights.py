@@ -57,8 +57,8 @@ def open_llama_checkpoint(folder: Path) -> LlamaCheckpoint:
     """Open the Llama checkpoint in a folder, in Hugging Face's or Megatron's format: headers are
     read, values are not.
 
-    Raise RequestError if the folder does not exist or cannot be read, holds no checkpoint, one in
-    both formats, one of another family, or an unfinished conversion.
+    Raise RequestError if the folder does not exist or cannot be read, holds no checkpoint, a
+    damaged one, one in both formats, one of another family, or an unfinished conversion.
     """
     if folder.is_file():
         raise RequestError(
@@ -89,7 +89,8 @@ def _open_llama_checkpoint(folder: Path) -> LlamaCheckpoint:
     ):
         raise RequestError(
             f"{folder.resolve()}: holds no checkpoint, neither Hugging Face's ({CONFIG_NAME} and "
-            f"{SINGLE_NAME} or {INDEX_NAME}) nor Megatron's ({megatron_checkpoint.TRACKER_NAME} or mp_rank_00); "
+            f"{SINGLE_NAME} or {INDEX_NAME}) nor Megatron's ({megatron_checkpoint.TRACKER_NAME} or"
+            " mp_rank_00); "
             "give a folder that does"
         )
     if shards is None or (is_below and hf_checkpoint.has_weights_files(folder)):
@@ -104,12 +105,14 @@ def _open_llama_checkpoint(folder: Path) -> LlamaCheckpoint:
 
 
 def _check_finished(folder: Path) -> None:
-    """Raise RequestError if a folder has the journal of a conversion that is not finished."""
+    """Raise RequestError if a folder has a conversion's journal (conversion.json) that does not say
+    it is finished; a folder without one passes.
+    """
     path = folder / checkpoint_tensors.JOURNAL_NAME
     if path.is_file() and checkpoint_tensors.read_journal(path).get("finished") is not True:
         raise RequestError(
-            f"{path}: says that its folder is not complete; convert the same source to it again,"
-            " which goes on where it stopped"
+            f"{path}: the conversion into this folder is not finished; run the same conversion"
+            " again to continue it"
         )
 
 
@@ -120,11 +123,12 @@ def load_llama(
     shard: Shard = WHOLE,
     progress: ByteProgress | None = None,
 ) -> dict[str, Any]:
-    """Fill a model, which is shard `shard` of a model of this shape, from a checkpoint folder in
-    place, and return where the weights came from, for the record.
+    """Fill a Llama, which is shard `shard` of a model of this shape, from a checkpoint folder in
+    place, and return where the weights came from (`describe_llama_source`).
 
-    Rows that pad the vocabulary are set to zero. `progress` is called after every tensor with the
-    bytes copied so far and in all. Raise RequestError if the checkpoint is not of this model.
+    Embedding and output are set to zero first, so that rows that pad the vocabulary stay zero.
+    `progress` is called after every tensor with the bytes copied so far and in all. Raise
+    RequestError if the checkpoint is not of this model.
     """
     with torch.no_grad():
         views = {}
@@ -143,13 +147,13 @@ def load_into_views(
     shard: Shard,
     progress: ByteProgress | None,
 ) -> dict[str, Any]:
-    """Fill tensors from a checkpoint folder in place, and return where the weights came from, for
-    the record.
+    """Fill tensors from a checkpoint folder in place, casting to their dtype, and return where the
+    weights came from (`describe_llama_source`). The whole checkpoint is checked before the first
+    value is copied.
 
     `views` are logical views by parameter name, each as large as the box of `shard`; other
-    parameters are not loaded, but the whole checkpoint is checked. `progress` is called after every
-    tensor with the bytes copied so far and in all. Raise RequestError if the checkpoint is not of a
-    model of this shape.
+    parameters are not loaded. `progress` is called after every tensor with the bytes copied so far
+    and in all. Raise RequestError if the checkpoint is not of a model of this shape.
     """
     source = open_llama_checkpoint(folder)
     pieces = [piece for piece in source.list_pieces(shape) if piece.parameter in views]
@@ -173,8 +177,8 @@ def load_into_views(
 
 
 def describe_llama_source(source: LlamaCheckpoint, shape: LlamaShape) -> dict[str, Any]:
-    """Return where the weights of a Llama came from as a record stores it: `describe_source`, and
-    for Megatron the number of shards and the iteration.
+    """Return where the weights of a Llama came from as a record stores it: the dict of
+    `describe_source`, and for Megatron also `tp` (number of shards) and `iteration`.
     """
     headers = source.headers
     description = checkpoint_tensors.describe_source(
@@ -188,11 +192,12 @@ def describe_llama_source(source: LlamaCheckpoint, shape: LlamaShape) -> dict[st
 
 
 def copy_to_hf_model(model: Llama, parameters: dict[str, Tensor]) -> None:
-    """Copy a whole model's weights into the parameters of a Hugging Face model, by name and in
-    place; biases of output projections, which our model lacks, become zero.
+    """Copy the weights of a whole Llama of ours into the parameters of a Hugging Face model, which
+    are by its names, in place and cast to their dtype; biases of output projections, which our
+    model lacks, become zero.
 
     An output tied to the embedding is left alone. Raise ValueError for a parameter that no Llama
-    has.
+    has; parameters that are missing are not noticed.
     """
     parts = hf_checkpoint.map_hf_tensors(model.shape)
     with torch.no_grad():
@@ -208,4 +213,4 @@ def copy_to_hf_model(model: Llama, parameters: dict[str, Tensor]) -> None:
             elif name.endswith("o_proj.bias"):
                 parameter.zero_()
             elif not (model.shape.tied and name == "lm_head.weight"):
-                raise ValueError(f"parameter {name!r} is none of a Llama's")
+                raise ValueError(f"parameter {name!r} is not a parameter of a Llama model")

@@ -54,8 +54,11 @@ _STAGE_FOLDER = re.compile(r"mp_rank_[0-9]+(_[0-9]+)*", re.ASCII)
 
 @dataclass(frozen=True)
 class MegatronShard:
-    """One tensor-parallel shard. `tensors` are by our names of the parameters; `args` are the plain
-    training arguments; `has_optimizer` is whether the file holds an optimizer's state too.
+    """One tensor-parallel shard of a Megatron checkpoint, from the headers of its file.
+
+    `tensors` are by our names of the parameters; `args` are the plain training arguments by
+    Megatron's names; `iteration` is the step that the file states, None if it states none;
+    `has_optimizer` is whether the file holds an optimizer's state too.
     """
 
     path: Path
@@ -69,8 +72,11 @@ class MegatronShard:
 def locate_shard_tensor(
     name: str, shape: LlamaShape, shard: Shard, rows: int
 ) -> tuple[Box, tuple[int, ...]]:
-    """Return the box that a shard's tensor covers, and the shape of the tensor's logical view. For
-    the vocabulary the latter has `rows` rows, padding included, and may be larger than the box.
+    """Return the box of a parameter (our name) that a shard's tensor covers, and the shape of the
+    tensor's logical view.
+
+    For embedding and output the view has `rows` rows, those of one shard with padding, and the box
+    ends at the vocabulary's end: it may be smaller than the view, or empty.
     """
     box = llama_placements.find_shard_box(name, shape, shard)
     logical_shape = tuple(end - begin for begin, end in box)
@@ -81,8 +87,9 @@ def locate_shard_tensor(
 
 
 def map_shard_tensors(shape: LlamaShape, shard: Shard, rows: int) -> dict[str, TensorPart]:
-    """Return all tensors of a shard by our parameter names, with the box that each covers; `rows`
-    is the number of vocabulary rows per shard, padding included.
+    """Return for each parameter of a model of this shape, by our name, the part of it that a
+    tensor-parallel shard holds; `rows` is the number of vocabulary rows per shard, padding
+    included.
     """
     return {
         name: TensorPart(name, *locate_shard_tensor(name, shape, shard, rows))
@@ -92,17 +99,18 @@ def map_shard_tensors(shape: LlamaShape, shard: Shard, rows: int) -> dict[str, T
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """A Megatron checkpoint of which only the headers were read. Its iteration is a number, or
-    `release` as in its folder's name. Implements `LlamaCheckpoint`.
+    """An opened Megatron checkpoint: the headers of all tensor-parallel shards, by their index; no
+    values were read. Pipeline stages are refused when it is opened. Implements `LlamaCheckpoint`;
+    `open_megatron_checkpoint` makes it.
     """
 
     headers: CheckpointHeaders
     shards: list[MegatronShard]
 
     def read_dimensions(self) -> dict[str, Any]:
-        """Return the model's dimensions by the fields of LlamaShape, from the first shard's
-        arguments, else from its tensors; None for those neither tells. Raise RequestError if a
-        value has a wrong type.
+        """Return the dimensions of a Megatron checkpoint's model by the fields of LlamaShape, from
+        the first shard's arguments, else from its tensors' shapes; None for those that neither
+        tells. Raise RequestError if a value has a wrong type or is not above 0.
         """
         shard = self.shards[0]
         shapes = {name: stored.shape for name, stored in shard.tensors.items()}
@@ -111,8 +119,13 @@ class MegatronCheckpoint:
         )
 
     def list_pieces(self, shape: LlamaShape) -> list[TensorPiece]:
-        """Return the pieces of all shards; tensors that every shard holds whole are taken from the
-        first. Raise RequestError if arguments or headers are not those of a model of this shape.
+        """Return the pieces of all tensor-parallel shards, which cover a model of this shape once;
+        tensors that every shard holds whole are taken from the first. QKV is two pieces if the
+        arguments have rotary_interleaved_patch.
+
+        Only headers are used. Raise RequestError if arguments, names, shapes or dtypes are not
+        those of a model of this shape, or the shape has a feature that this format lacks (QK norms,
+        window, scaled rotary positions).
         """
         megatron_args.check_shape_supported(shape)
         for shard in self.shards:
@@ -132,15 +145,19 @@ class MegatronCheckpoint:
         return all_pieces
 
     def _count_vocab_rows(self, shape: LlamaShape) -> int:
-        """Return the number of vocabulary rows in each shard, padding included. Raise RequestError
-        if a model of this shape cannot have these shards.
+        """Return the number of vocabulary rows in each shard of this checkpoint, padding included:
+        those of the first shard's embedding, or what our own model would have if that is missing.
+
+        Raise RequestError if the shards do not divide `kv_heads` or `ffn`, hold fewer rows than the
+        vocabulary, or `padded_vocab_size` in the arguments is not the rows of all shards.
         """
         first, tp = self.shards[0], self.headers.tp
         stored = first.tensors.get("embed.weight")
         for dimension, size in (("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
             if size % tp:
                 raise RequestError(
-                    f"{first.path}: is one of {tp} shards, and the case's {dimension} {size} cannot be"
+                    f"{first.path}: is one of {tp} shards, and the case's {dimension} {size}"
+                    " cannot be"
                     f" divided by {tp}; give weights of the case's model"
                 )
         rows = stored.shape[0] if stored is not None and len(stored.shape) == 2 else 0
@@ -156,8 +173,9 @@ class MegatronCheckpoint:
         return rows or count_vocab_rows(shape.vocab, tp)
 
     def check_values(self, shape: LlamaShape) -> None:
-        """Read values, and raise RequestError if tensors that every shard holds whole differ
-        between shards, or a bias that the model lacks is not zero.
+        """Read values of the checkpoint, and raise RequestError if a tensor that every shard holds
+        whole (norms) has other bytes in another shard, or if a bias that a model of this shape
+        lacks is not zero.
         """
         for name in checkpoint_tensors.list_parameter_names(shape):
             if llama_placements.find_placement(name).split is None:
@@ -170,26 +188,31 @@ class MegatronCheckpoint:
                     )
 
     def _check_equal_in_shards(self, name: str) -> None:
-        """Raise RequestError if a parameter's bytes differ between shards."""
+        """Read a parameter (our name) from every shard, and raise RequestError if its bytes differ
+        from those in the first.
+        """
         first = _view_bytes(self.shards[0].tensors[name])
         for shard in self.shards[1:]:
             if not torch.equal(_view_bytes(shard.tensors[name]), first):
                 raise RequestError(
                     f"{shard.tensors[name]} differs from the one in"
-                    f" {self.shards[0].path.parent.name}, and every shard holds all of it; fetch the"
+                    f" {self.shards[0].path.parent.name}, and every shard holds all of it; fetch"
+                    " the"
                     " shards of one checkpoint"
                 )
 
     def count_parameters(self) -> int:
-        """Return how many parameters the model has. Raise RequestError if the shards are not a
-        complete model.
+        """Return how many parameters the Llama of this Megatron checkpoint has. Raise RequestError
+        if the shards are not a complete model.
         """
         return checkpoint_tensors.count_checkpoint_parameters(self)
 
 
 def _list_model_tensors(shards: list[MegatronShard]) -> list[CheckpointTensor]:
-    """Return the tensors of the model for counting: split ones and QKV biases of every shard,
-    others of the first only; other biases are left out.
+    """Return the tensors of the model for counting parameters: of every tensor-parallel shard those
+    that are split and the QKV biases, of the first shard also those that each shard holds whole.
+
+    Other biases are left out, because our model has none (`check_values` requires zeros).
     """
     first, *others = (
         {k: v for k, v in shard.tensors.items() if k.rpartition(".")[2] != "bias"}
@@ -208,8 +231,9 @@ def _list_model_tensors(shards: list[MegatronShard]) -> list[CheckpointTensor]:
 
 
 def _list_notes(shard: MegatronShard, tp: int) -> Iterator[str]:
-    """Yield the remarks that `weights inspect` prints: an optimizer's state, reordered V rows, a
-    padded vocabulary.
+    """Yield the remarks that `weights inspect` prints about a checkpoint, from its first shard:
+    that there is an optimizer's state, that V rows will be reordered, and to how many rows in `tp`
+    shards the vocabulary is padded.
     """
     if shard.has_optimizer:
         yield "the files hold an optimizer's state too; it is not read"
@@ -221,13 +245,16 @@ def _list_notes(shard: MegatronShard, tp: int) -> Iterator[str]:
 
 
 def _view_bytes(stored: CheckpointTensor) -> Tensor:
-    """Return a stored tensor's values as a flat tensor of bytes."""
+    """Open a stored tensor and return its values as a flat uint8 tensor, so that NaN compares equal
+    to itself.
+    """
     return stored.open().reshape(-1).contiguous().view(torch.uint8)
 
 
 def _is_redundant_bias(name: str, shape: LlamaShape) -> bool:
-    """Return whether a parameter is a bias that a model of this shape lacks; it may be left out if
-    it is zero.
+    """Return whether a parameter (our name) is a bias that a model of this shape lacks: that of QKV
+    if the shape has none, and always those of the other linear layers. It may be left out if it is
+    zero.
     """
     leaf = ".".join(name.rsplit(".", 2)[-2:])
     return leaf in BIASES and not (leaf == "qkv.bias" and shape.qkv_bias)
@@ -236,8 +263,9 @@ def _is_redundant_bias(name: str, shape: LlamaShape) -> bool:
 def _check_shard_tensors(
     shard: MegatronShard, expected_parts: dict[str, TensorPart], shape: LlamaShape
 ) -> None:
-    """Raise RequestError unless a shard's headers list exactly the expected tensors with their
-    shapes; biases that the model lacks are allowed.
+    """Raise RequestError unless a shard's headers list exactly the expected tensors (by our names)
+    with their shapes, in dtypes of plain weights; biases that the model lacks may be there too. No
+    values are read.
     """
     parts_by_file_name = {
         stored.name: expected_parts[name]
@@ -261,8 +289,9 @@ def _check_shard_tensors(
 def _split_into_pieces(
     stored: CheckpointTensor, part: TensorPart, is_patched: bool
 ) -> Iterator[TensorPiece]:
-    """Yield the piece that a stored tensor is, or for QKV with `is_patched` (argument
-    rotary_interleaved_patch) two: Q and K as they are, and V with its rows put in plain order.
+    """Yield the one piece that a stored tensor is, with the box of `part`; for QKV with
+    `is_patched` (argument rotary_interleaved_patch) two pieces: Q and K as they are, and V, whose
+    `view` puts its rows in plain order.
     """
     if not is_patched or not part.parameter.endswith(("qkv.weight", "qkv.bias")):
         yield TensorPiece(stored, part.parameter, part.box, part.view_box)
@@ -280,8 +309,8 @@ def _split_into_pieces(
 
 
 def _restore_value_rows(value: Tensor) -> Tensor:
-    """Return V heads with their rows in plain order; they are stored with the even rows of each
-    head first, then the odd ones.
+    """Return V heads, [groups, 1, head_dim, …], with the rows of each head in plain order; they are
+    stored with the even rows first, then the odd ones.
     """
     groups, one, dim, *other_sizes = value.shape
     return (
@@ -290,8 +319,8 @@ def _restore_value_rows(value: Tensor) -> Tensor:
 
 
 def has_megatron_shards(folder: Path) -> bool:
-    """Return whether there is a Megatron shard in a folder, or up to two levels below it, where a
-    tracker may point.
+    """Return whether a file `mp_rank_*/model_optim_rng.pt` is in a folder, or in one up to two
+    levels below it, where a tracker may point. Nothing is opened.
     """
     return any(
         any(folder.glob(f"{below}mp_rank_*/{SHARD_FILE_NAME}")) for below in ("", "*/", "*/*/")
@@ -299,11 +328,12 @@ def has_megatron_shards(folder: Path) -> bool:
 
 
 def find_shards_folder(folder: Path) -> Path | None:
-    """Return the folder of shards that a folder means: itself, or the one that a tracker in it or
-    in `ckpts` or `checkpoints` names; None if it holds no Megatron checkpoint.
+    """Return the folder with the `mp_rank_…` folders that a given folder means: itself, or the one
+    that a tracker (latest_checkpointed_iteration.txt) in it, in `ckpts` or in `checkpoints` names,
+    the first that exists; None if it holds no Megatron checkpoint.
 
-    Raise RequestError if the tracker is wrong, or there are checkpoints but no tracker; OSError if
-    the folder cannot be read.
+    Raise RequestError if the tracker is wrong, or there are checkpoints (`iter_…`, `release`) but
+    no tracker; OSError if a folder cannot be read.
     """
     if _has_shard_folders(folder):
         return folder
@@ -321,7 +351,7 @@ def find_shards_folder(folder: Path) -> Path | None:
     )
     if untracked:
         raise RequestError(
-            f"{folder}: has no {TRACKER_NAME} that says which of its checkpoints to take; give"
+            f"{folder}: has no {TRACKER_NAME} that names the checkpoint to use; give"
             f" {folder / untracked[-1]}"
         )
     return None
@@ -333,14 +363,16 @@ def _has_shard_folders(folder: Path) -> bool:
 
 
 def _read_tracker(tracker: Path) -> Path:
-    """Return the checkpoint folder that a tracker file names. Raise RequestError if its text is
-    neither a number nor `release`, or the folder does not exist.
+    """Return the checkpoint folder beside a tracker file that the file names: `iter_NNNNNNN` for a
+    number, or `release`. Raise RequestError if its text is neither, or the folder does not exist;
+    OSError if it cannot be read.
     """
     with files.open_regular(tracker) as file:
         iteration = file.read(100).decode("ascii", "replace").strip()
     if iteration != RELEASE and not re.fullmatch("[0-9]{1,12}", iteration, re.ASCII):
         raise RequestError(
-            f"{tracker}: says {short_repr(iteration)}, allowed: a number or {RELEASE}; write the number"
+            f"{tracker}: says {short_repr(iteration)}, allowed: a number or {RELEASE}; write the"
+            " number"
             " of an iter_ folder"
         )
     chosen = tracker.parent / (RELEASE if iteration == RELEASE else f"iter_{int(iteration):07}")
@@ -353,19 +385,20 @@ def _read_tracker(tracker: Path) -> Path:
 
 
 def open_megatron_checkpoint(folder: Path) -> MegatronCheckpoint:
-    """Open the checkpoint in a folder of shards: read the headers of every shard, but no values,
-    and compare them.
+    """Open the checkpoint in a folder of `mp_rank_NN` folders: read the headers of every
+    tensor-parallel shard, but no values, and compare them.
 
-    Raise RequestError if a shard is missing, damaged, in the folder of another, differs from the
-    first in tensors or iteration, or is split over pipeline stages.
+    Raise RequestError if a shard is missing, damaged or in the folder of another, if their number
+    is not the one that the arguments tell, if one differs from the first in tensors or iteration,
+    or if folders are of pipeline stages; OSError if the folder cannot be read.
     """
     folder = folder.resolve() if not folder.name else folder
     names = {path.name for path in folder.iterdir() if _STAGE_FOLDER.fullmatch(path.name)}
     for name in sorted(names):
         if not _SHARD_FOLDER.fullmatch(name):
             raise RequestError(
-                f"{folder / name}: is of a checkpoint split over a pipeline, only tensor-parallel"
-                " ones are read; save it with pipeline parallel size 1"
+                f"{folder / name}: belongs to a pipeline-parallel checkpoint; only tensor-parallel"
+                " ones are supported; save it with pipeline parallel size 1"
             )
     expected_names = [f"mp_rank_{i:02}" for i in range(len(names))]
     missing = sorted(set(expected_names) - names)
@@ -406,12 +439,12 @@ def open_megatron_checkpoint(folder: Path) -> MegatronCheckpoint:
 
 
 def _read_shard(path: Path, iteration: int | None) -> MegatronShard:
-    """Read the headers of one shard's file. `iteration` is that of its folder's name, None if it
-    names none.
+    """Read the headers of one shard's file without running code from it. `iteration` is the number
+    in its folder's name, None if there is none.
 
-    Raise RequestError if the file is missing or damaged, has no model, is of a version before
-    `OLDEST_VERSION` or of another iteration, or has a parameter twice or one that no plain Llama
-    has.
+    Raise RequestError if the file is missing or damaged, has no model, a checkpoint_version below
+    `OLDEST_VERSION` or none, another iteration than its folder, or a parameter twice or one that no
+    plain Llama has.
     """
     if not path.is_file():
         raise RequestError(f"{path}: shard is missing; fetch it, or give a complete checkpoint")
@@ -428,12 +461,15 @@ def _read_shard(path: Path, iteration: int | None) -> MegatronShard:
             short_repr(version) if isinstance(version, int | float | None) else "no number"
         )
         raise RequestError(
-            f"{path}: checkpoint_version is {version_text}, allowed: {OLDEST_VERSION} or later; save it with a"
+            f"{path}: checkpoint_version is {version_text}, allowed: {OLDEST_VERSION} or later;"
+            " save it with a"
             " newer Megatron"
         )
     step = content.get("iteration")
     if not (step is None or (isinstance(step, int) and 0 <= step < 2**63)):
-        raise RequestError(f"{path}: its iteration is no number of 0 to 2**63; download it again")
+        raise RequestError(
+            f"{path}: its iteration is not a number from 0 to 2**63 - 1; download it again"
+        )
     if iteration not in (None, step):
         raise RequestError(
             f"{path}: is of iteration {short_repr(step)}, its folder of {iteration}; download it"
@@ -446,11 +482,11 @@ def _read_shard(path: Path, iteration: int | None) -> MegatronShard:
         name = to_our_name(stored.name)
         if name is None:
             raise RequestError(
-                f"{stored} has no place in this model; give weights of a plain Llama"
+                f"{stored}: this model has no such tensor; give weights of a plain Llama"
             )
         if name in tensors:
             raise RequestError(
-                f"{stored} is there already as {short_repr(tensors[name].name)}; save the"
+                f"{stored} is also stored as {short_repr(tensors[name].name)}; save the"
                 " checkpoint again"
             )
         tensors[name] = stored
@@ -467,8 +503,12 @@ def _read_shard(path: Path, iteration: int | None) -> MegatronShard:
 def iterate_leaves(
     nested: dict[Any, Any], prefix: str = "", depth: int = 0
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each value in nested dicts that is no dict, with its keys joined by dots. Names that
-    end in one of `IGNORED_SUFFIXES` are left out; dicts below `MAX_DEPTH` are yielded as they are.
+    """Yield (name, value) for each value in nested dicts that is no dict, the name being its keys
+    joined by dots, after `prefix`.
+
+    Names that end in one of `IGNORED_SUFFIXES` are left out; dicts nested deeper than `MAX_DEPTH`
+    are yielded as values; a key that is no text becomes the name of its type. `depth` is that of
+    `nested` itself.
     """
     for key, value in nested.items():
         name = f"{prefix}{key if isinstance(key, str) else type(key).__name__}"
@@ -479,18 +519,20 @@ def iterate_leaves(
 
 
 def _check_shard_count(folder: Path, shards: list[MegatronShard]) -> None:
-    """Raise RequestError if the first shard's arguments tell of another number of shards than there
-    are files.
+    """Raise RequestError if the first shard's argument `tensor_model_parallel_size` is another
+    number than there are shards; nothing is checked if it is absent or no positive integer.
+    `folder` is for the message.
     """
     expected_count, present_count = shards[0].args.get("tensor_model_parallel_size"), len(shards)
     if not isinstance(expected_count, int) or expected_count < 1 or expected_count == present_count:
         return
     about = (
-        f"{folder}: {short_repr(expected_count)} shards are told of, {present_count} are here:"
+        f"{folder}: its arguments state {short_repr(expected_count)} shards,"
+        f" {present_count} are here:"
         f" mp_rank_{min(expected_count, present_count):02}"
     )
     if expected_count < present_count:
-        raise RequestError(f"{about} is none of them; move it away")
+        raise RequestError(f"{about} is not one of them; move it away")
     more = expected_count - present_count - 1
     raise RequestError(
         about
@@ -503,10 +545,11 @@ def _check_shard_count(folder: Path, shards: list[MegatronShard]) -> None:
 
 
 def _check_shard_order(shards: list[MegatronShard]) -> None:
-    """Raise RequestError if a shard lies in the folder of another, where the files tell its number.
+    """Raise RequestError if a shard lies in the folder of another, where the files tell its number;
+    `shards` are in the order of their folders.
 
-    Files that we wrote tell it. Megatron's tell only the global rank of the training, which is the
-    same number if there were no more ranks than shards and each rank wrote its own file.
+    Files that we wrote tell it (`tensor_model_parallel_rank`). Megatron's tell only the global rank
+    of the training; it is used if there were as many ranks as shards and each rank wrote one file.
     """
     numbers = [shard.args.get(megatron_args.SHARD_RANK_KEY) for shard in shards]
     is_only_tensor_parallel = all(shard.args.get("world_size") == len(shards) for shard in shards)
@@ -526,8 +569,8 @@ def _check_shard_order(shards: list[MegatronShard]) -> None:
 
 
 def _check_same_tensors(shard: MegatronShard, first: MegatronShard) -> None:
-    """Raise RequestError unless a shard has the same tensors, shapes, dtypes and iteration as the
-    first.
+    """Raise RequestError unless a shard has the iteration of the first shard, and tensors of the
+    same names, shapes and dtypes. Values are not compared.
     """
     if shard.iteration != first.iteration:
         raise RequestError(
@@ -548,5 +591,6 @@ def _check_same_tensors(shard: MegatronShard, first: MegatronShard) -> None:
             ]
             raise RequestError(
                 f"{shard.path}: tensor {short_repr(stored.name)} is {header_texts[0]}, in"
-                f" {first.path.parent.name} it is {header_texts[1]}; fetch the shards of one checkpoint"
+                f" {first.path.parent.name} it is {header_texts[1]}; fetch the shards of one"
+                " checkpoint"
             )

@@ -49,8 +49,8 @@ class MalformedFileError(ValueError):
 
 @dataclass(eq=False, repr=False)
 class Stub:
-    """An object in a pickle whose type is not interpreted: the type's name, and what it was given,
-    as plain data. Nothing of it was imported or called.
+    """An object in a pickle whose type is not interpreted: the type's dotted name, and what it was
+    given (`args`, `state`), as plain data. Nothing of it was imported or called.
 
     A global that was not called, a function or class, has no `args`. `items` are those of a
     subclass of dict, `values` those of a subclass of list or set.
@@ -72,8 +72,11 @@ class Stub:
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor in a file, not read: its offset in the file, dtype, shape and stride in elements. A
-    storage on its own is one too, of one dimension.
+    """A tensor in a file, not read: the offset of its first element in the file in bytes, dtype,
+    shape, and stride in elements. `open` maps it. A storage on its own is one too, of one dimension
+    and stride 1.
+
+    Creating one with values of wrong types or beyond torch's limits raises MalformedFileError.
     """
 
     path: Path
@@ -83,9 +86,11 @@ class TensorRef:
     stride: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Raise MalformedFileError unless all values have their type and fit torch's limits."""
+        """Raise MalformedFileError unless all values of this tensor have their type, shape and
+        stride have one length of at most 64, and sizes are at least 0 and below 2**63.
+        """
         if not isinstance(self.dtype, torch.dtype):
-            raise MalformedFileError("a tensor's dtype is not one")
+            raise MalformedFileError("a tensor's dtype is not a dtype of torch")
         if (
             type(self.shape) is not tuple
             or type(self.stride) is not tuple
@@ -112,8 +117,8 @@ class TensorRef:
 
     @property
     def span_bytes(self) -> int:
-        """Return the bytes from the beginning of the first element to the end of the last one in
-        the file; 0 for an empty tensor.
+        """Return the bytes that the tensor spans in the file, from the beginning of its first
+        element to the end of its last one, with gaps between them; 0 for an empty tensor.
         """
         last = sum(
             (size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)
@@ -121,8 +126,8 @@ class TensorRef:
         return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
 
     def open(self) -> torch.Tensor:
-        """Return the tensor on a private memory map of its part of the file: values are read on
-        use, and writing to it never changes the file.
+        """Return the tensor on the CPU, on a private memory map of its part of the file: values are
+        read on use, and writing to it never changes the file. An empty tensor maps nothing.
 
         The map keeps a file descriptor as long as the tensor lives, so open one tensor after the
         other. Elements that are not aligned in the file are copied. Raise RequestError if the file
@@ -163,7 +168,9 @@ class LimitedReadFile(io.FileIO):
 
 
 class TorchArchive:
-    """The zip of a torch.save file: where in the file each of its entries lies.
+    """The zip of a torch.save file, open as `file`: `locate_entry`, `read_entry` and
+    `locate_storage` say where in the file its entries lie. It moves the file's position and does
+    not close it.
 
     Creating one reads the directory. Raises MalformedFileError if it is damaged or not laid out as
     torch.save does, RequestError for TorchScript archives, torch's old format, and big-endian
@@ -205,14 +212,15 @@ class TorchArchive:
             )
 
     def _read_directory(self) -> list[zipfile.ZipInfo]:
-        """Read the zip's directory. Raise RequestError for torch's old format, MalformedFileError
-        if it is no zip, or the end is missing.
+        """Return the entries in the archive's zip directory. Raise RequestError for torch's old
+        format, MalformedFileError if it is no zip, or its end is missing or damaged.
         """
         self.file.seek(0)
         head = self.file.read(32)
         if LEGACY_MAGIC in head:
             raise RequestError(
-                f"{self.path}: torch's old format is not read; load it and save it again with a"
+                f"{self.path}: torch's old format is not supported; load it and save it again with"
+                " a"
                 " newer torch"
             )
         try:
@@ -222,7 +230,7 @@ class TorchArchive:
             problem = (
                 "its end, the zip directory, is missing or damaged"
                 if head.startswith(b"PK")
-                else "it is no zip"
+                else "it is not a zip file"
             )
             raise MalformedFileError(problem) from error
 
@@ -235,7 +243,9 @@ class TorchArchive:
         """
         info = self.entries.get(f"{self.root}/{name}")
         if info is None:
-            raise MalformedFileError(f"{short_repr(name)} is asked for and is not in it")
+            raise MalformedFileError(
+                f"{short_repr(name)} is named by its pickle and is not in the file"
+            )
         if (
             info.compress_type != zipfile.ZIP_STORED
             or info.flag_bits & 1
@@ -254,8 +264,8 @@ class TorchArchive:
         return start, info.file_size
 
     def read_entry(self, name: str, max_bytes: int) -> bytes:
-        """Return the content of an entry. Raise MalformedFileError if it has more than `max_bytes`,
-        or as `locate_entry` does.
+        """Return the bytes of an entry of the archive, `name` without its root folder. Raise
+        MalformedFileError if it has more than `max_bytes`, or as `locate_entry` does.
         """
         start, size = self.locate_entry(name)
         if size > max_bytes:
@@ -264,9 +274,10 @@ class TorchArchive:
         return self.file.read(size)
 
     def locate_storage(self, persistent_id: Any) -> TensorRef:
-        """Return the range of bytes of a storage from torch's persistent id: a tuple of "storage",
-        type, key, device and number of elements. Raise MalformedFileError if it is not one, or its
-        entry is too small.
+        """Return a storage in the archive as a one-dimensional `TensorRef`, from torch's persistent
+        id: a tuple of "storage", type (a Stub), key, device and number of elements. Raise
+        MalformedFileError if it is not one, its type is unknown, or its entry is missing or too
+        small.
         """
         if (
             type(persistent_id) is not tuple
@@ -275,18 +286,18 @@ class TorchArchive:
             or type(persistent_id[2]) is not str
         ):
             raise MalformedFileError(
-                "an external object is asked for that is not a storage of torch"
+                "its pickle refers to an external object that is not a storage of torch"
             )
         storage_type, key, count = persistent_id[1], persistent_id[2], persistent_id[4]
         dtype = STORAGE_DTYPES.get(storage_type.name) if isinstance(storage_type, Stub) else None
         if dtype is None:
             raise MalformedFileError(
-                f"a storage is of the type {short_repr(storage_type)}, which is not read"
+                f"a storage is of the type {short_repr(storage_type)}, which is not supported"
             )
         start, size = self.locate_entry(f"data/{key}")
         storage_ref = TensorRef(self.path, start, dtype, (count,), (1,))
         if storage_ref.nbytes > size:
             raise MalformedFileError(
-                f"storage {short_repr(key)} has {size} bytes, {storage_ref.nbytes} are asked for"
+                f"storage {short_repr(key)} has {size} bytes, {storage_ref.nbytes} are needed"
             )
         return storage_ref

@@ -44,10 +44,12 @@ PLAIN_TENSOR_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter")
 
 
 def read_torch_file(path: Path) -> Any:
-    """Return the object in a torch.save file: dicts, lists, tuples, sets, numbers and strings as
-    they are, tensors as TensorRef, everything else as Stub.
+    """Return the object in a torch.save file without running anything of it: dicts, lists, tuples,
+    sets, numbers and strings as they are, tensors as `TensorRef` (values are not read), everything
+    else as `Stub`.
 
-    Raise RequestError if it cannot be read, is damaged, or is not a file that torch.save writes.
+    Raise RequestError if it is no regular file, cannot be read, is damaged or too complex, is
+    TorchScript, in torch's old format or big-endian.
     """
     if not path.is_file():  # opening a pipe would wait for ever
         raise RequestError(f"{path}: is not a file; give a checkpoint written by torch.save")
@@ -56,7 +58,8 @@ def read_torch_file(path: Path) -> Any:
             return _PickleMachine(TorchArchive(path, file)).run()
     except OSError as error:
         raise RequestError(
-            f"{path}: cannot be read ({error.strerror or short_repr(str(error))}); {FETCH_AGAIN_HINT}"
+            f"{path}: cannot be read ({error.strerror or short_repr(str(error))});"
+            f" {FETCH_AGAIN_HINT}"
         ) from error
     except (
         ValueError,
@@ -80,15 +83,17 @@ def read_torch_file(path: Path) -> Any:
 def _locate_tensor(
     storage: Any, offset: Any, size: Any, stride: Any, dtype: Any, metadata: Any
 ) -> TensorRef:
-    """Return the range of bytes of a tensor in a storage; `offset` counts elements.
+    """Return the `TensorRef` of a tensor in a storage, which is a one-dimensional `TensorRef`;
+    `offset`, `size` and `stride` count elements of `dtype`.
 
-    Raise MalformedFileError if the storage is none, the tensor reaches beyond it, repeats it to a
-    much larger size (stride 0), or is lazily negated or conjugated (`metadata`).
+    Raise MalformedFileError if the storage is none, a value has a wrong type, the tensor reaches
+    beyond its storage, repeats it (stride 0) to more than 64 MiB and the storage's own size, or is
+    lazily negated or conjugated (`metadata` is not empty).
     """
     if not isinstance(storage, TensorRef) or storage.stride != (1,):
         raise MalformedFileError("a tensor is made of something that is not a storage")
     if metadata:
-        raise MalformedFileError("a tensor is lazily negated or conjugated, which is not read")
+        raise MalformedFileError("a tensor is lazily negated or conjugated, which is not supported")
     tensor_ref = TensorRef(storage.path, 0, dtype, size, stride)
     if (
         type(offset) is not int
@@ -113,8 +118,9 @@ def _rebuild_typed(
     hooks: Any = None,
     meta: Any = None,
 ) -> Any:
-    """Rebuild a tensor with the dtype of its storage, with the arguments of torch's
-    _rebuild_tensor_v2. Gradient flag and hooks are ignored.
+    """Return the `TensorRef` of a tensor that has the dtype of its storage, from the arguments of
+    torch's _rebuild_tensor_v2. Gradient flag and hooks are ignored. Raise MalformedFileError as
+    `_locate_tensor` does.
     """
     return _locate_tensor(storage, offset, size, stride, getattr(storage, "dtype", None), meta)
 
@@ -129,16 +135,19 @@ def _rebuild_untyped(
     dtype: Any,
     meta: Any = None,
 ) -> Any:
-    """Rebuild a tensor with its own dtype in an untyped storage, with the arguments of torch's
-    _rebuild_tensor_v3. Gradient flag and hooks are ignored.
+    """Return the `TensorRef` of a tensor that has its own dtype in an untyped storage, from the
+    arguments of torch's _rebuild_tensor_v3. Gradient flag and hooks are ignored. Raise
+    MalformedFileError as `_locate_tensor` does.
     """
     return _locate_tensor(store, offset, size, stride, dtype, meta)
 
 
 def _rebuild_from_type(rebuild: Any, tensor_type: Any, args: Any, state: Any) -> Any:
-    """Rebuild a plain tensor or parameter that has attributes, which are dropped, with the
-    arguments of torch's _rebuild_from_type_v2. Any other subclass becomes a Stub: it may interpret
-    its bytes differently.
+    """Return the `TensorRef` of a plain tensor or parameter that has attributes (`state`), which
+    are dropped; arguments as those of torch's _rebuild_from_type_v2.
+
+    Any other subclass of a tensor, or an unknown `rebuild` function, becomes a `Stub` with the
+    arguments: it may interpret its bytes differently.
     """
     rebuild_function = REBUILD_FUNCTIONS.get(rebuild.name) if isinstance(rebuild, Stub) else None
     if (
@@ -168,8 +177,11 @@ INTERPRETED_FUNCTIONS: dict[str, Callable[..., Any]] = REBUILD_FUNCTIONS | {
 
 
 class _PickleMachine:
-    """Executes the pickle of an archive: a stack and a memo. A mark sets the stack aside and starts
-    a new one, so that no opcode reaches below a mark.
+    """Executes the pickle `data.pkl` of a torch.save archive without importing or calling what it
+    names: `run` returns its object.
+
+    It holds the pickle's stack and memo; the methods are what opcodes do. A mark sets the stack
+    aside and starts a new one, so that no opcode reaches below a mark.
     """
 
     def __init__(self, archive: TorchArchive) -> None:
@@ -179,9 +191,11 @@ class _PickleMachine:
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """Execute all opcodes and return the resulting object. Raise MalformedFileError at an
-        unknown opcode or after `MAX_OPCODES`, or another ValueError, TypeError or LookupError if
-        the pickle is malformed.
+        """Execute all opcodes of the archive's pickle and return the object on top of the stack.
+
+        Raise MalformedFileError at an opcode that is not read, after `MAX_OPCODES`, or if the
+        pickle is larger than `MAX_PICKLE_BYTES`; another ValueError, TypeError or LookupError if it
+        is malformed.
         """
         raw = self.archive.read_entry("data.pkl", MAX_PICKLE_BYTES)
         for count, (opcode, value, _) in enumerate(pickletools.genops(raw)):
@@ -189,7 +203,7 @@ class _PickleMachine:
                 raise MalformedFileError(f"its pickle has more than {MAX_OPCODES} opcodes")
             if opcode.name not in OPCODE_STEPS:
                 raise MalformedFileError(
-                    f"its pickle has the opcode {opcode.name}, which is not read"
+                    f"its pickle has the opcode {opcode.name}, which is not supported"
                 )
             OPCODE_STEPS[opcode.name](self, value)
         return self.stack.pop()
@@ -199,23 +213,23 @@ class _PickleMachine:
         self.stack.append(value)
 
     def pop_values(self, count: int) -> tuple[Any, ...]:
-        """Remove the top `count` values from the stack, and return them in the order they were
-        pushed. Raise MalformedFileError if there are fewer.
+        """Remove the top `count` values (at least 1) from the stack, and return them in the order
+        they were pushed. Raise MalformedFileError if there are fewer above the last mark.
         """
         if len(self.stack) < count:
-            raise MalformedFileError("its pickle takes more than it put")
+            raise MalformedFileError("its pickle pops more values than it pushed")
         taken = tuple(self.stack[-count:])
         del self.stack[-count:]
         return taken
 
     def push_mark(self) -> None:
-        """Set the stack aside and start an empty one."""
+        """Set the pickle's current stack aside and start an empty one, until `pop_marked`."""
         self.stacks_below.append(self.stack)
         self.stack = []
 
     def pop_marked(self) -> list[Any]:
-        """Return all values since the last mark, and restore the stack below it. Raise IndexError
-        without a mark.
+        """Return all values pushed since the last mark as a list, and make the stack below the mark
+        the current one again. Raise IndexError without a mark.
         """
         parts, self.stack = self.stack, self.stacks_below.pop()
         return parts
@@ -235,9 +249,12 @@ class _PickleMachine:
         return DTYPES.get(f"{module}.{name}") or Stub(f"{module}.{name}")
 
     def push_call(self, function: Any, args: Any) -> None:
-        """Push the result of calling `function`: what one of the interpreted names of torch
-        describes, else a Stub that keeps the arguments. Raise MalformedFileError unless it is a
-        Stub called with a tuple.
+        """Push the result of calling `function` with `args` in the pickle: for names of torch that
+        describe tensors, and an empty OrderedDict, what they mean; else a `Stub` with name and
+        arguments. Nothing is really called but functions of this file.
+
+        Raise MalformedFileError unless `function` is a Stub and `args` a tuple; TypeError if the
+        arguments do not fit.
         """
         if not isinstance(function, Stub) or type(args) is not tuple:
             raise MalformedFileError(f"{short_repr(function)} is called with {short_repr(args)}")
@@ -245,8 +262,9 @@ class _PickleMachine:
         self.push(interpret(*args) if interpret else Stub(function.name, args))
 
     def set_state(self) -> None:
-        """Store the top of the stack as the state of the Stub below it; for a dict it is dropped (a
-        state_dict's _metadata). Raise MalformedFileError for any other object.
+        """Store the top of the stack as the state of the Stub below it, which stays on the stack;
+        for a dict the state (a state_dict's _metadata) is dropped. Raise MalformedFileError for any
+        other object.
         """
         target, state = self.pop_values(2)
         if isinstance(target, Stub):
@@ -257,8 +275,9 @@ class _PickleMachine:
         self.push(target)
 
     def set_items(self, keys_and_values: Sequence[Any]) -> None:
-        """Add alternating keys and values to the dict, or the Stub of a dict, on top of the stack,
-        in place. Raise MalformedFileError if it is something else, or for a bad key.
+        """Add alternating keys and values to the dict, or to `items` of the Stub, on top of the
+        stack, in place. Raise MalformedFileError if it is something else or a key is refused by
+        `_check_key`, ValueError for a key without a value.
         """
         top = self.stack[-1]
         target = top.items if isinstance(top, Stub) else top
@@ -270,8 +289,9 @@ class _PickleMachine:
         )
 
     def add_values(self, values: Sequence[Any]) -> None:
-        """Add values to the list, set or Stub on top of the stack, in place. Raise
-        MalformedFileError if it is something else.
+        """Add values to the list or set, or to `values` of the Stub, on top of the stack, in place.
+        Raise MalformedFileError if it is something else, or for a value that a set may not hold
+        (`_check_key`).
         """
         top = self.stack[-1]
         target = top.values if isinstance(top, Stub) else top
@@ -284,9 +304,10 @@ class _PickleMachine:
 
 
 def _check_key(key: Any, max_depth: int = 3) -> Any:
-    """Return a key of a dict or set if it is safe to hash: a plain value, dtype, Stub, or a tuple
-    of at most 16 of these, at most `max_depth` deep. Raise MalformedFileError if not: hashing a
-    tuple visits all parts in C, however deep.
+    """Return a key of a dict or set unchanged if it is safe to hash: text, bytes, number, None,
+    dtype, Stub, or a tuple of at most 16 of these, tuples nested at most `max_depth` deep.
+
+    Raise MalformedFileError if not: hashing a tuple visits all parts in C, however deep.
     """
     if type(key) is tuple and len(key) <= 16 and max_depth:
         for part in key:
@@ -297,29 +318,34 @@ def _check_key(key: Any, max_depth: int = 3) -> Any:
 
 
 def _call_object(machine: _PickleMachine, _: Any) -> None:
-    """Carry out opcode OBJ: call the first value since the mark with the others."""
+    """Carry out opcode OBJ on the machine: call the first value since the mark with the others, and
+    push the result (`push_call`).
+    """
     function, *args = machine.pop_marked()
     machine.push_call(function, tuple(args))
 
 
 def _call_with_keywords(machine: _PickleMachine, _: Any) -> None:
-    """Carry out opcode NEWOBJ_EX: call with arguments and, if there are any, keyword arguments; the
-    Stub keeps both.
+    """Carry out opcode NEWOBJ_EX on the machine: pop function, arguments and keyword arguments, and
+    push the result of the call. If there are keywords, arguments and keywords are passed as a pair,
+    which a Stub keeps.
     """
     function, args, keywords = machine.pop_values(3)
     machine.push_call(function, (args, keywords) if keywords else args)
 
 
 def _push_dict(machine: _PickleMachine, _: Any) -> None:
-    """Carry out opcode DICT: push a dict of the alternating keys and values since the mark."""
+    """Carry out opcode DICT on the machine: push a dict of the alternating keys and values since
+    the mark.
+    """
     parts = machine.pop_marked()
     machine.push({})
     machine.set_items(parts)
 
 
 def _drop_top(machine: _PickleMachine, _: Any) -> None:
-    """Carry out opcode POP: drop the top of the stack, or the last mark if nothing was pushed
-    since.
+    """Carry out opcode POP on the machine: drop the top of the stack, or the last mark if nothing
+    was pushed since; IndexError if there is neither.
     """
     if machine.stack:
         machine.stack.pop()
