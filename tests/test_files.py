@@ -129,3 +129,11 @@ def test_unterminated_strings_are_refused_in_linear_time(text: str) -> None:
     """
     with pytest.raises(ValueError):
         files.parse_toml(text)
+
+
+def test_a_new_file_must_be_durable(tmp_path: Path) -> None:
+    """Only the durable way refuses to replace a file, so the other one must not be asked to."""
+    path = tmp_path / "x"
+    with pytest.raises(ValueError, match="new=True needs durable=True"):
+        files.write_file(path, b"", new=True, durable=False)
+    assert not path.exists()

@@ -134,7 +134,8 @@ def _open_unpacked(path: Path, unpack: bool = True) -> Iterator[tuple[IO[bytes],
     content from, and the file on disk. They are the same object unless the file is gzip and
     `unpack` is true.
 
-    Damaged gzip data that is met inside the `with` block is raised as OSError.
+    Raise OSError if it cannot be opened. Damaged gzip data that is met inside the `with` block is
+    raised as OSError.
     """
     try:
         with open_regular(path) as disk_file:
@@ -151,8 +152,9 @@ def _open_unpacked(path: Path, unpack: bool = True) -> Iterator[tuple[IO[bytes],
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parse untrusted JSON in UTF-8. Raise ValueError with the reason if it is not JSON, repeats a
-    key in an object, or has NaN or infinity; RecursionError if it is nested too deep.
+    """Return the value of untrusted JSON in UTF-8. Raise ValueError with the reason if it is not
+    JSON or UTF-8, repeats a key in an object, or has NaN or infinity; RecursionError if it is
+    nested too deep.
     """
     return json.loads(
         raw.decode("utf-8"),
@@ -176,9 +178,9 @@ _TOML_LONG_WORD = re.compile(rf"[\w+-]{{{MAX_TOML_WORD + 1}}}", re.ASCII)
 
 
 def parse_toml(raw: bytes | str) -> dict[str, Any]:
-    """Parse untrusted TOML. Raise ValueError with the reason if it is not UTF-8 or not TOML, and
-    TomlLimitError if it is nested deeper than `MAX_TOML_DEPTH` or holds a bare key or number longer
-    than `MAX_TOML_WORD`.
+    """Return the dict of an untrusted TOML text. Raise ValueError with the reason if it is not
+    UTF-8 or not TOML, and TomlLimitError if it is nested deeper than `MAX_TOML_DEPTH` or holds a
+    bare key or number longer than `MAX_TOML_WORD`.
 
     Depth is bounded before parsing: tomllib's time and memory grow with the square of a dotted
     key's length. Where this scan and tomllib would disagree on what a string is, the text is not
@@ -195,7 +197,9 @@ def parse_toml(raw: bytes | str) -> dict[str, Any]:
 
 
 def _bracket_depth(text: str) -> int:
-    """Return how deep brackets and braces are nested at most."""
+    """Return how deep brackets and braces in a text are nested at most; strings and comments must
+    have been removed.
+    """
     depth = deepest = 0
     for bracket in re.findall(r"[\[\]{}]", text):
         depth += 1 if bracket in "[{" else -1
@@ -204,8 +208,8 @@ def _bracket_depth(text: str) -> int:
 
 
 def explain_json_error(error: Exception) -> str:
-    """Return why `parse_json` refused a text: the parser's message with line (unless it is the
-    first) and column, or the text of any other error.
+    """Return why `parse_json` refused a text, for a message: of a JSONDecodeError the parser's
+    reason with line (unless it is the first) and column, of any other error its text.
     """
     if isinstance(error, json.JSONDecodeError):
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
@@ -217,7 +221,7 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs of a JSON object as a dict; raise ValueError if a key stands twice."""
     members = dict(pairs)
     if len(members) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key is repeated")
     return members
 
 
@@ -225,7 +229,7 @@ def _refuse_constant(name: str) -> Any:
     """Raise ValueError for NaN, Infinity or -Infinity in JSON; called by the parser with the
     constant's name.
     """
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not allowed in JSON")
 
 
 # to parse JSON values inside a longer text, with the same refusals as parse_json
@@ -238,11 +242,13 @@ def write_file(path: Path, content: FileContent, new: bool = False, durable: boo
     """Write a file completely or not at all, replacing an existing one; `content` is its bytes, or
     a function that writes them to an open file.
 
-    With `new`, raise FileExistsError instead of replacing (only if `durable`: otherwise `new` has
-    no effect). With `durable`, file and name are synced to disk before this returns. The content
+    With `new`, raise FileExistsError instead of replacing; `new` without `durable` raises
+    ValueError. With `durable`, file and name are synced to disk before this returns. The content
     goes to a temporary file `.NAME.XXXXXXXX.part` in the same folder first, which is removed in any
     case. Raise OSError if it cannot be written.
     """
+    if new and not durable:
+        raise ValueError("write_file: new=True needs durable=True")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART_SUFFIX}")
     try:
         with temporary.open("xb") as file:
@@ -292,9 +298,9 @@ def sync_folder(folder: Path) -> None:
 
 def run_git(folder: Path, *arguments: str) -> str | None:
     """Run git in a folder and return its stdout without surrounding white space; None if git is
-    missing or fails (no repository), or does not answer within `GIT_TIMEOUT_S`.
+    missing or fails (no repository), or does not answer within `GIT_TIMEOUT_S`. Nothing is raised.
 
-    Variables GIT_* are not passed on, and no locks are taken.
+    Variables GIT_* are not passed on, and no optional locks are taken.
     """
     # Variables such as GIT_DIR, set inside a hook, would point at another repository. Reading needs
     # no lock.

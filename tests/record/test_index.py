@@ -236,8 +236,8 @@ def test_damaged_index_is_rebuilt(damage, folder: Path) -> None:
     ids, names_read, messages = read_index(folder)
     assert (ids, names_read) == (BOTH_IDS, ["a.json", "b.json"])
     assert len(messages) == 1
-    assert messages[0].startswith(f"index {str(index_file(folder))!r} is not used (")
-    assert messages[0].endswith(") and is made anew")
+    assert messages[0].startswith(f"index {str(index_file(folder))!r} is ignored (")
+    assert messages[0].endswith(") and rebuilt")
     assert read_index(folder) == (BOTH_IDS, [], [])
 
 
@@ -304,7 +304,7 @@ def test_unwritable_index_folder_works_without_an_index(folder: Path) -> None:
     ids, names_read, messages = read_index(folder, file=file)
     assert (ids, names_read) == (BOTH_IDS, ["a.json", "b.json"])
     assert messages == [
-        f"no index is kept: {str(file)!r} cannot be written: No such file or directory"
+        f"the index was not saved: {str(file)!r} cannot be written: No such file or directory"
     ]
 
 
@@ -318,7 +318,8 @@ def test_unwritable_index_is_reported_and_harmless(
     ids, _, messages = read_index(folder)
     assert ids == BOTH_IDS
     assert messages == [
-        f"no index is kept: {str(index_file(folder))!r} cannot be written: No space left on device"
+        f"the index was not saved: {str(index_file(folder))!r} cannot be written: No space left on"
+        " device"
     ]
     assert list(index_file(folder).parent.iterdir()) == []
 

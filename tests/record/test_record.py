@@ -321,22 +321,22 @@ FAKE_FAILURE = {"rank": 0, "exit_code": 1, "error": "x", "stderr_tail": ""}
             make_change(
                 "metrics", "glory", value={"value": 1.0, "unit": "", "interval": None, "note": None}
             ),
-            "metric 'glory' is not",
+            "metric 'glory' cannot be derived",
         ),
         (make_change("samples", 0, "counts", "tokens", value=10**6), "metric"),
         (make_change("passes", 0, "wall_s", value=1e-6), "metric"),
         (answer_all_rightly, "metric acc"),
         (
             make_change("scope", "rows", value=["0-47"]),
-            "the scope is full, and names a part of the data",
+            "the scope is full, but names subjects or rows",
         ),
         (
             make_change("scope", value={"kind": "window", "rows": ["0-46"]}),
-            "48 questions, which are not the rows named",
+            "48 questions, which are not the selected rows",
         ),
         (
             make_change("scope", value={"kind": "window", "subjects": ["law"]}),
-            "not those of the scope: subjects law",
+            "do not match the subjects or rows of the scope: subjects law",
         ),
         (make_change("budget", "weights", value=0.0), "metric e2e_time"),
         (make_change("quality", "evaluated", value=True), "quality"),
@@ -346,15 +346,15 @@ FAKE_FAILURE = {"rank": 0, "exit_code": 1, "error": "x", "stderr_tail": ""}
         (make_change("reasons", value=[{"code": "kind", "text": "x"}]), "reasons"),
         (
             make_change("status", value="invalid"),
-            "the status is invalid; it follows from the samples that it is valid",
+            "the status is invalid; recomputed from the samples: valid",
         ),
         (
             make_change("status", value="failed"),
-            "the status is failed; it follows from the samples that it is valid",
+            "the status is failed; recomputed from the samples: valid",
         ),
         (
             make_change("failure", value=FAKE_FAILURE),
-            "the status is valid; it follows from the samples that it is failed",
+            "the status is valid; recomputed from the samples: failed",
         ),
         (make_change("case", "question", "model", "layers", value=64), "key"),
         (make_change("case", "key", value="0" * 16), "key"),

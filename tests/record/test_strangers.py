@@ -317,7 +317,7 @@ REFUSED_CHANGES = {
         lambda table: table["telemetry"].append(
             {"device": "a", "period_s": 1.0, "columns": {"t_s": [], "odd": 3}}
         ),
-        "column odd is no list of as many readings as t_s, which has 0",
+        "column odd must be a list of as many readings as t_s: 0",
     ),
     "outputs of nobody": (change_top_level(outputs={"passes": {}}), "its answers: "),
 }

@@ -57,12 +57,13 @@ class TargetGate(FrozenModel):
 
 
 class Tune(FrozenModel):
-    """The settings that may change without changing the question, such as batch sizes, parallel
-    plan, sharding and compiler.
+    """The settings that may change without changing the question: parallel plan, batch and
+    micro-batch sizes, sharding, recomputation, packing and batching, compiler, attention kernel,
+    checkpoints, determinism, warm-up, and environment variables of the workers.
 
-    Each field's description says what it means. Sizes that a case gives as `auto` hold a fallback
-    number here (see `AUTO_FALLBACKS`). Values of `env` that hold a NUL character raise ValueError;
-    the names of variables are checked by `Case` alone.
+    Sizes that a case gives as `auto` hold a fallback number here (see `AUTO_FALLBACKS`). Values of
+    `env` that hold a NUL character raise ValueError; the names of variables are checked by `Case`
+    alone.
     """
 
     parallel: str = Field(
@@ -83,24 +84,27 @@ class Tune(FrozenModel):
     sharding: Literal[0, 1, 2, 3] = Field(
         0,
         description=(
-            "training: what replicas divide: nothing, optimiser states, gradients too, weights too"
+            "training: what replicas shard: nothing, optimizer states, also gradients, also weights"
         ),
     )
     sharding_degree: int | None = Field(
-        None, ge=1, le=MAX_COUNT, description="training: replicas that divide them; default: all"
+        None,
+        ge=1,
+        le=MAX_COUNT,
+        description="training: replicas that share one sharded copy; default: all",
     )
     distributed: bool = Field(
         False,
         description=(
-            "training: on one device, run the code of several with its collectives, to measure what"
-            " it costs"
+            "training: on one device, run the code for several with its collectives, to measure"
+            " its cost"
         ),
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="training: activations computed again"
+        "none", description="training: which activations are recomputed in the backward pass"
     )
     pack: bool = Field(
-        True, description="conversations: several samples to a row; else each alone, padded"
+        True, description="conversations: several samples in a row; false: one per row, padded"
     )
     compile: bool = Field(
         True, description="compile the infer pass (the val pass never is), or training"
@@ -111,7 +115,8 @@ class Tune(FrozenModel):
     batching: Literal["auto", "packed", "sorted", "single"] = Field(
         "auto",
         description=(
-            "packed: no padding; sorted: padded batches of like length; single: one prompt a batch"
+            "packed: no padding; sorted: padded batches of similar length; single: one prompt per"
+            " batch"
         ),
     )
     pad_to: int = Field(16, ge=1, le=MAX_COUNT, description="padded lengths are multiples of this")
@@ -120,19 +125,23 @@ class Tune(FrozenModel):
         None,
         ge=1,
         le=MAX_COUNT,
-        description="training: steps between two checkpoints; None: none is kept",
+        description="training: steps between two checkpoints; None: no checkpoints",
     )
     deterministic: bool = Field(
-        False, description="the same bits in every run, from slower kernels where there are others"
+        False, description="bitwise equal results in every run, with slower kernels where needed"
     )
-    warmup: int = Field(2, ge=0, le=MAX_COUNT, description="batches run before a pass, outside it")
+    warmup: int = Field(
+        2, ge=0, le=MAX_COUNT, description="warm-up batches before a pass, not timed"
+    )
     env: dict[str, str] = Field(
         {}, description="environment of the workers; only names that an accelerator's row allows"
     )
 
     @model_validator(mode="after")
     def _check_env_values(self) -> Self:
-        """Raise ValueError if the value of an environment variable holds a NUL character."""
+        """Raise ValueError if the value of an environment variable in this tune's `env` holds a NUL
+        character.
+        """
         for name, value in self.env.items():
             if "\0" in value:
                 raise ValueError(f"environment variable {name} holds a NUL character")
@@ -157,7 +166,8 @@ def _check_env_names(tune: Tune) -> Tune:
 
 
 class PublishedReference(FrozenModel):
-    """A row of published results: its `source`, hardware `config` and values by metric name.
+    """A row of published results that a case names, to show beside its own: `source`, hardware
+    `config` and values by metric name.
 
     `published_as` is the precision that the page names, `ran_as` the one that really ran.
     """
@@ -172,7 +182,7 @@ class PublishedReference(FrozenModel):
 
 class Case(FrozenModel):
     """A benchmark at one size: question, default tune, quality gate and published rows. It names no
-    engine and no hardware.
+    engine and no hardware; `resolve_case` makes it.
 
     Validation raises pydantic's ValidationError for unknown keys, a gate on a metric that the task
     does not have, unknown names in `published`, and environment variables that a tune may not set.
@@ -190,7 +200,7 @@ class Case(FrozenModel):
         [1], description="numbers of devices on which `run smoke` shows the case"
     )
     published: dict[str, int] = Field(
-        {}, description="facts on the published data set that no key holds"
+        {}, description="facts about the published data set that are not part of the key"
     )
     max_interval: float | None = Field(
         None, gt=0, description="widest 95 % interval of the headline rate, as a share of it"
@@ -199,8 +209,8 @@ class Case(FrozenModel):
 
     @model_validator(mode="after")
     def _check_gate_and_published(self) -> Self:
-        """Raise ValueError if the gate names a metric, or `published` a fact, that the task does
-        not have.
+        """Raise ValueError if the case's gate names a metric (`metric`, `below`), or its
+        `published` a fact, that its task does not have.
         """
         row = self.question.task_row
         if self.gate is not None:

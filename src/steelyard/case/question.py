@@ -22,9 +22,9 @@ MAX_COUNT = 10**9  # upper limit of counts: beyond any real use, and products do
 
 
 def _find_row(value: Any, key: str, noun: str, find: Any) -> Any:
-    """Return the row that a table names: `find` called with the text at `value[key]`. For
-    validators: raise ValueError if `value` is not a dict with such a text, or if the row is
-    unknown. `noun` is used in the message.
+    """Return the row that a table names: `find` called with the text at `value[key]`. For pydantic
+    validators: raise ValueError if `value` is not a dict with such a text, or if `find` raises
+    RequestError. `noun` is used in the message.
     """
     row_name = value.get(key) if isinstance(value, dict) else None
     if not isinstance(row_name, str):
@@ -36,9 +36,9 @@ def _find_row(value: Any, key: str, noun: str, find: Any) -> Any:
 
 
 def _validate_data(value: Any) -> Any:
-    """Validate [question.data] with the data model of the task that its `kind` names, and return
-    that model. A value that is already a model is returned unchanged. Raise ValueError for an
-    unknown kind.
+    """Return [question.data] as the data model of the task that its `kind` names; a value that is
+    already a model is returned unchanged. Raise ValueError (pydantic's for wrong fields) if it
+    names no known task.
     """
     if isinstance(value, FrozenModel):
         return value
@@ -47,9 +47,9 @@ def _validate_data(value: Any) -> Any:
 
 
 def _validate_model(value: Any) -> Any:
-    """Validate [question.model] with the shape model of the family that it names, and return that
-    model. A value that is already a model is returned unchanged. Raise ValueError for an unknown
-    family.
+    """Return [question.model] as the shape model of the family that it names; a value that is
+    already a model is returned unchanged. Raise ValueError (pydantic's for wrong fields) if it
+    names no known family.
     """
     if isinstance(value, FrozenModel):
         return value
@@ -57,11 +57,13 @@ def _validate_model(value: Any) -> Any:
 
 
 class Train(FrozenModel):
-    """The hyper-parameters of training with Adam. The learning rate rises during `warmup_steps`,
-    then falls from `lr` to `min_lr` until `decay_steps`.
+    """The hyper-parameters of training with Adam: row length, global batch, steps, learning rate,
+    betas, eps, weight decay, gradient clipping, and when to evaluate. The learning rate rises
+    during `warmup_steps`, then falls from `lr` to `min_lr` until `decay_steps`. A loss above
+    `bound` ends the run.
     """
 
-    length: int = Field(2048, ge=2, description="tokens of a row")
+    length: int = Field(2048, ge=2, description="tokens per row")
     batch: int = Field(
         ge=1,
         le=MAX_COUNT,
@@ -77,8 +79,8 @@ class Train(FrozenModel):
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(gt=0)
     weight_decay: float = Field(ge=0, description="on matrices, not on norms and biases")
-    clip: float = Field(gt=0, description="highest norm of all gradients")
-    bound: float | None = Field(None, gt=0, description="a loss beyond it ends the run")
+    clip: float = Field(gt=0, description="gradients are clipped to this global norm")
+    bound: float | None = Field(None, gt=0, description="a loss above it ends the run")
     evaluate_every: int | None = Field(
         None,
         ge=1,
@@ -88,10 +90,12 @@ class Train(FrozenModel):
 
 
 class Question(FrozenModel):
-    """What a case asks; all of it, and nothing else, goes into the key.
+    """What a case asks: kind of work, task, model, data, precision, division, seed and, for
+    training, `train`. All of it, and nothing else, goes into the key.
 
-    `task` is stored as it is spelled in keys, whichever spelling was given. Validation raises
-    ValidationError for unknown kinds, tasks and families, and for parts that do not fit together.
+    `model` is the shape model of its family, `data` the data model of its task. `task` is stored as
+    it is spelled in keys, whichever spelling was given. Validation raises ValidationError for
+    unknown kinds, tasks and families, and for parts that do not fit together.
     """
 
     kind: str  # of work: the name of a row in tasks/kind.py
@@ -106,7 +110,9 @@ class Question(FrozenModel):
     @field_validator("kind")
     @classmethod
     def _check_kind(cls, value: str) -> str:
-        """Raise ValueError if the kind of work is unknown."""
+        """Return the question's kind of work (`score`, `train`) unchanged; raise ValueError if no
+        installed package has it.
+        """
         try:
             return kinds.find_kind(value).name
         except RequestError as error:
@@ -115,15 +121,17 @@ class Question(FrozenModel):
     @field_validator("task", mode="before")
     @classmethod
     def _normalize_task(cls, value: Any) -> Any:
-        """Return the task's name as spelled in keys. Raise ValueError if the task is unknown."""
+        """Return the question's task in the spelling that keys have, whichever spelling was given.
+        Raise ValueError if it is no text or the task is unknown.
+        """
         row: Task = _find_row({"task": value}, "task", "task", tasks.find_task)
         return row.key
 
     @model_validator(mode="after")
     def _check_parts_fit(self) -> Self:
-        """Raise ValueError if the parts do not fit together: data of another task, a model family
-        or kind of work that the task does not have, a train table on scoring or none on training,
-        or rows longer than the model's positions.
+        """Raise ValueError if the parts of the question do not fit together: data of another task,
+        a model family or kind of work that the task does not have, a train table on scoring or none
+        on training, or rows longer than the model's positions.
         """
         row = self.task_row
         if not isinstance(self.data, row.data):
@@ -133,12 +141,14 @@ class Question(FrozenModel):
             )
         if not families.can_do_work(self.model.family, row.work):
             raise ValueError(
-                f"task {row.name!r} is not one for a model of family {self.model.family!r}"
+                f"task {row.name!r} cannot be run with a model of family {self.model.family!r}"
             )
         if self.kind != row.kind:
             raise ValueError(f"task {row.name!r} is of kind {row.kind!r}, not {self.kind!r}")
         if self.kind_row.trains != (self.train is not None):
-            raise ValueError("a question of kind 'train' has a table train, and no other has")
+            raise ValueError(
+                "a question of kind 'train' must have a table train, and no other kind may have one"
+            )
         if self.train is not None and self.train.length > self.model.positions:
             raise ValueError(
                 f"train.length {self.train.length} is more than the model's {self.model.positions}"
@@ -160,7 +170,8 @@ class Question(FrozenModel):
 
     def check_weights(self, folder: Path) -> None:
         """Raise RequestError if the config in a folder of weights describes another model than the
-        question's. No tensor is read; families without such a check accept every folder.
+        question's, as the check of its model family finds. No tensor is read; families without such
+        a check accept every folder.
         """
         check = families.find_family(self.model.family).check_folder
         if check is not None:
@@ -169,10 +180,12 @@ class Question(FrozenModel):
     def describe_for_task(
         self, sources: Sources, sample: int | None, pack: bool, published: dict[str, int]
     ) -> TaskRequest:
-        """Return the question in the form that a task's reader takes.
+        """Return the question as the TaskRequest that its task's reader takes: data, the model's
+        vocabulary and positions, division, seed, and what is given here.
 
-        `sample` limits the number of items (None: all), `pack` puts several samples in a row,
-        `published` holds facts on the published data set. Length and batch are 0 for scoring.
+        `sources` are the paths, `sample` limits the number of items (None: all), `pack` puts
+        several samples in a row, `published` holds facts on the published data set. Length and
+        batch are 0 for scoring.
         """
         return TaskRequest(
             data=self.data,

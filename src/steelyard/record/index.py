@@ -34,11 +34,12 @@ Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 
 
 class RecordSummary(FrozenModel):
-    """What `history` needs of a record. `wrong` says why a file is not a record that verifies; then
-    all other fields have their defaults.
+    """What `history` needs of a record, cached in the index. `wrong` says why a file is not a
+    record that verifies; then all other fields have their defaults.
 
     `read` is whether the run came to read its data; `setup`, `key` and `unread_key` are hashes to
-    group runs by; `rate` is the headline metric in `unit`.
+    group runs by; `rate` is the headline metric in `unit`, with its 95 % `interval`; `quality`
+    names the quality metric, `quality_value` is its value.
     """
 
     wrong: str | None = None
@@ -51,7 +52,7 @@ class RecordSummary(FrozenModel):
     key: Text = ""
     unread_key: Text = Field(
         "",
-        description="the key without the data, which a run that failed early did not come to read",
+        description="the key without the data, which a run that failed early did not read",
     )
     read: bool = True
     division: Text = ""
@@ -74,7 +75,9 @@ class RecordSummary(FrozenModel):
 
 
 class IndexRow(FrozenModel):
-    """The summary of a record, with size, times and SHA-256 of the file that it was made from."""
+    """A row of the index: the summary of a record (`entry`), with size, times and SHA-256 of the
+    file that it was made from.
+    """
 
     size: int
     mtime_ns: int
@@ -84,7 +87,9 @@ class IndexRow(FrozenModel):
 
     @property
     def size_and_times(self) -> tuple[int, int, int]:
-        """Return size, mtime and ctime in ns of the file, as `_stat_file` does."""
+        """Return size in bytes, mtime and ctime in ns of the record file that this row was made
+        from, as `_stat_file` does.
+        """
         return self.size, self.mtime_ns, self.ctime_ns
 
 
@@ -94,7 +99,7 @@ class RecordIndex(FrozenModel):
     """
 
     steelyard_index: Literal[2] = 2
-    version: str = Field(description="of the package that made the entries")
+    version: str = Field(description="version of the package that made the entries")
     rows: dict[str, IndexRow]
 
 
@@ -136,9 +141,9 @@ def summarize_records(
 
 
 def _is_gone(row_key: str, folders: set[Path]) -> bool:
-    """Return whether a file, given by its percent-encoded path, lies directly in one of these
-    folders and no longer exists. False for other folders, which are not touched: they may be on a
-    dead mount.
+    """Return whether a record file, given by its percent-encoded path, lies directly in one of
+    these folders and no longer exists. False for other folders, which are not touched: they may be
+    on a dead mount.
     """
     path = Path(os.fsdecode(unquote_to_bytes(row_key)))
     return path.parent in folders and not os.path.lexists(path)
@@ -147,12 +152,12 @@ def _is_gone(row_key: str, folders: set[Path]) -> bool:
 def _look_up(
     path: Path, known: IndexRow | None, summarize: Summarizer
 ) -> tuple[IndexRow | None, RecordSummary]:
-    """Return the index row of a record file and its summary, from `known` if the file is the same,
-    else made by `summarize`.
+    """Return the index row of a record file and its summary: those in `known`, the row of an
+    earlier index, if the file is the same, else made by `summarize`.
 
     The file is the same if size and times are equal, else if size and SHA-256 are. The row is None,
-    so that it is not stored, if the file cannot be read, changes meanwhile, or has a summary of
-    more than `MAX_ENTRY_BYTES`.
+    so that it is not stored, if the file cannot be read, changes meanwhile, or makes a row of more
+    than `MAX_ENTRY_BYTES`. Errors of the file are not raised here.
     """
     try:
         times = _stat_file(path)
@@ -198,7 +203,7 @@ def _read_index(file: Path, version: str) -> tuple[IndexRows, list[str]]:
         problem = "it is damaged"
     except (OSError, files.TooLargeError) as error:
         problem = getattr(error, "strerror", None) or f"it is {error}"
-    return {}, [f"index {str(file)!r} is not used ({problem}) and is made anew"]
+    return {}, [f"index {str(file)!r} is ignored ({problem}) and rebuilt"]
 
 
 def _find_index_problem(file: Path) -> str | None:
@@ -207,10 +212,10 @@ def _find_index_problem(file: Path) -> str | None:
     """
     status = file.lstat()
     if not stat.S_ISREG(status.st_mode):
-        return "it is no plain file"
+        return "it is not a regular file"
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         return "another user owns it, or can write it"
-    return None if _is_index(file) else "it is no index of steelyard"
+    return None if _is_index(file) else "it is not a steelyard index"
 
 
 def _is_index(file: Path) -> bool:
@@ -222,15 +227,17 @@ def _is_index(file: Path) -> bool:
 
 
 def _write_index(file: Path, version: str, rows: IndexRows, used: set[str]) -> list[str]:
-    """Replace the index file atomically, with mode 0600, and return warnings: none if all went
-    well.
+    """Replace the index file as a whole, with mode 0600, and return warnings: an empty list if all
+    went well.
 
     If all rows exceed `MAX_BYTES`, only those of this call (`used`, their keys) are written; if
-    these are too large as well, or the file cannot be written, nothing is, and a warning says so.
+    these are too large as well, or the file cannot be written, nothing is, and one warning says so.
     """
 
     def dump(open_file: BinaryIO) -> None:
-        """Make the open file private to the user and write the content to it."""
+        """Make the open file private to the user (mode 0600) and write the index content, of the
+        enclosing function, to it.
+        """
         os.fchmod(open_file.fileno(), 0o600)
         open_file.write(content)
 
@@ -239,11 +246,11 @@ def _write_index(file: Path, version: str, rows: IndexRows, used: set[str]) -> l
         if len(content) <= MAX_BYTES:
             break
     else:
-        return [f"no index is kept: {len(used)} records take more than {MAX_BYTES} bytes"]
+        return [f"the index was not saved: {len(used)} records take more than {MAX_BYTES} bytes"]
     try:
         files.write_file(file, dump, durable=False)
     except OSError as error:
-        return [f"no index is kept: {str(file)!r} cannot be written: {error.strerror}"]
+        return [f"the index was not saved: {str(file)!r} cannot be written: {error.strerror}"]
     return []
 
 

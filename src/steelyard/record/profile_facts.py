@@ -1,8 +1,8 @@
 """Models of a profile in a record (`run --explain`): what the device did in some steps of a pass,
 by kernel.
 
-run/explain.py fills them from the framework's profiler; metrics/time_waterfall.py derives where the time
-went.
+run/explain.py fills them from the framework's profiler; metrics/time_waterfall.py derives where the
+time went.
 """
 
 from typing import Annotated
@@ -19,9 +19,9 @@ OTHER_KERNELS = "the rest"
 
 
 class KernelFacts(FrozenModel):
-    """All calls of one kernel, or of the remaining kernels of one kind together. Each instant at
-    which the device worked counts for one kernel only (engine/profile.py), so `time_s` of all
-    kernels add up.
+    """All calls of one kernel in a profile, or of the remaining kernels of one kind together (`the
+    rest`): name, kind, number of calls, seconds and bytes. Each instant at which the device worked
+    counts for one kernel only (engine/profile.py), so `time_s` of all kernels add up.
     """
 
     name: str
@@ -29,13 +29,14 @@ class KernelFacts(FrozenModel):
     calls: Count
     time_s: Time
     size_bytes: Bytes | None = Field(
-        description="of the tensors that its calls name, each once a call; null: not told"
+        description="bytes of the tensors that its calls name, each once per call; null: not known"
     )
 
 
 class Profile(FrozenModel):
-    """Some steps that were run after the measured passes under the framework's profiler, on one
-    rank.
+    """Some steps of a pass that were run after the measured passes under the framework's profiler,
+    on one rank: their number and counts, wall time (device idle at both ends), time of phase
+    `data`, kernels, and the file of the trace if it was kept.
     """
 
     pass_name: str = Field(alias="pass")

@@ -65,7 +65,7 @@ WORDING_VERSION = 3
 
 
 class Reason(FrozenModel):
-    """Why a run is invalid or failed. Codes are listed in docs/metrics.md."""
+    """Why a run is invalid or failed: a code, listed in docs/metrics.md, and a text."""
 
     code: str
     text: str | Message = Field(description="a message; of a failed run, what was reported then")
@@ -93,7 +93,9 @@ class Sample(FrozenModel):
 
     @model_validator(mode="after")
     def _check_counts(self) -> Self:
-        """Raise ValueError if the step has counts but lacks one that every step must have."""
+        """Raise ValueError if this step has counts but lacks one that every step must have
+        (`COUNT_NAMES`); a step without any counts passes.
+        """
         missing = [name for name in COUNT_NAMES if self.counts and name not in self.counts]
         if missing:
             raise ValueError(f"the Work of step {self.step} does not count {', '.join(missing)}")
@@ -113,7 +115,7 @@ class PassFacts(FrozenModel):
     allocated_bytes: Count | None
     reserved_bytes: Count | None
     device_s: Seconds | None = Field(
-        None, description="wall time as the device's own clock tells it, where it has one"
+        None, description="wall time by the device's own clock, where it has one"
     )
     cpu_s: Seconds | None = Field(None, description="CPU time of the rank's process")
 
@@ -155,12 +157,15 @@ class CaseFacts(FrozenModel):
 
 
 class EngineFacts(FrozenModel):
-    """The engine of a run, and what it chose by itself."""
+    """The engine of a run: its name, what it chose by itself (`details`), and whether `steelyard
+    conform` found that this version computes what engine torch does (`conforms`; None: nobody
+    tried).
+    """
 
     name: str
     details: EngineDetails
     conforms: bool | None = Field(
-        None, description="what `steelyard conform` found of its version; null: nobody tried"
+        None, description="the result of `steelyard conform` for its version; null: not tested"
     )
 
 
@@ -237,7 +242,7 @@ class FailureFacts(FrozenModel):
     error: str | None
     stderr_tail: str
     stacks: dict[int, str] = Field(
-        default_factory=dict, description="where each rank was, of a run that hung"
+        default_factory=dict, description="the stack of each rank, if the run hung"
     )
 
 
@@ -293,20 +298,20 @@ class Record(FrozenModel):
     clock: ClockName | None = Field(
         None,
         description=(
-            "whose times samples have: device events, the host's clock, or what a program reported"
-            " of itself; left out where nothing was timed, and by older records"
+            "the clock of the samples: device events, the host's clock, or what a program"
+            " reported; left out where nothing was timed, and by older records"
         ),
     )
     drawn: dict[str, list[dict[str, Count]]] = Field(
         default_factory=dict,
         description=(
-            "what the rows drawn count: of a whole pass, of training each step; left out where"
-            " nobody counted"
+            "tokens and samples of the rows drawn, for a whole pass, and for each step of"
+            " training; left out where they were not counted"
         ),
     )
     profile: list[Profile] = Field(
         default_factory=list,
-        description="of `--explain`: a stage each; left out where none was asked",
+        description="of `--explain`: one per pipeline stage; left out without it",
     )
     telemetry: list[TelemetrySeries]
     outputs: dict[str, Any] = Field(
@@ -318,39 +323,42 @@ class Record(FrozenModel):
     restarts: list[Restart] = Field(default_factory=list)
     failure: FailureFacts | None = None
     checkpoints: str | None = Field(
-        None, description="folder, from where the record lies; left out where there is none"
+        None, description="folder, relative to the record; left out where there is none"
     )
     stepped_down: StepDown | None = Field(
         None,
         description=(
-            "of a run whose first attempt ran out of memory with a tune that was auto; left out"
-            " where none did"
+            "the first attempt, which ran out of memory with an auto tune; left out where there is"
+            " none"
         ),
     )
     hashes: dict[str, str] = Field(default_factory=dict)
 
     @property
     def question(self) -> Question:
-        """Return the question as a validated model. Raise pydantic's ValidationError if the stored
-        dict is none.
+        """Return the question of this record as a validated model. Raise pydantic's ValidationError
+        if the stored dict is not a question.
         """
         return Question.model_validate(self.case.question)
 
     @property
     def task(self) -> Task:
-        """Return the task's row. Raise RequestError if its package is not installed."""
+        """Return the row of this record's task. Raise RequestError if no package here has it."""
         return tasks.find_task(str(self.case.question.get("task")))
 
     @property
     def answers(self) -> FrozenModel | None:
-        """Return the outputs as the model that their task defines, or None if the run ended before
-        there were any. Raise pydantic's ValidationError if they do not fit.
+        """Return the record's outputs as the model that their task defines, or None if the run
+        ended before there were any. Raise pydantic's ValidationError if they do not fit,
+        RequestError if the task is unknown here.
         """
         return self.task.outputs.model_validate(self.outputs) if self.outputs else None
 
     @property
     def auto_tunes(self) -> tuple[str, ...]:
-        """Return the names of the tune settings that were chosen automatically for the devices."""
+        """Return the names of the record's tune settings that were `auto` and chosen for the
+        devices, such as `micro_batch`.
+        """
         return find_auto_tunes(self.case.origins)
 
     @property
@@ -367,8 +375,8 @@ def seal_record(record: Record) -> Record:
 
 
 def record_to_json(record: Record) -> dict[str, Any]:
-    """Return a record as JSON data, keys in the order of the fields; fields that older records do
-    not have are left out if they are empty.
+    """Return a record as a dict of JSON data as its file holds it, keys in the order of the fields;
+    fields that older records do not have (`OMITTED_IF_EMPTY`) are left out if they are empty.
     """
     data = record.model_dump(mode="json", by_alias=True)
     for name in OMITTED_IF_EMPTY:
@@ -385,8 +393,9 @@ def record_to_english_json(record: Record) -> dict[str, Any]:
 
 
 def render_record_in_english(record: Record) -> Record:
-    """Return a copy of a record with an English sentence in the place of each message; sentences
-    stay as they are.
+    """Return a copy of a record with an English sentence in the place of each message in its
+    reasons, notes, checks, quality and metrics; sentences stay as they are. Its hashes then no
+    longer fit.
     """
     texts = {
         "reasons": [
@@ -410,8 +419,9 @@ def _render_note(noted: NotedModel) -> NotedModel:
 
 
 def make_record_file_name(record: Record, suffix: str = "") -> str:
-    """Return the file name of a record: time, case, size, division, precision, engine and the first
-    8 characters of its id, then `suffix` and `.json`.
+    """Return the file name of a record, its parts joined by `-`: time, case, size, division,
+    precision, engine and the first 8 characters of its id, then `suffix` and `.json`. Unsafe
+    characters in parts become `_`.
     """
     case = record.case
     parts = (case.name, case.size, case.division, case.precision, record.engine.name, record.id[:8])
@@ -419,8 +429,9 @@ def make_record_file_name(record: Record, suffix: str = "") -> str:
 
 
 def write_record(record: Record, folder: Path, suffix: str = "") -> Path:
-    """Write a record into a folder and return its path. Raise LostError if the file exists already
-    or cannot be written. `suffix` goes before `.json` in its name.
+    """Write a record to a new file in a folder, named by `make_record_file_name` (`suffix` goes
+    before `.json`), and return its path. Hashes must be set before (`seal_record`). Raise LostError
+    if the file exists already or cannot be written.
     """
     return record_file.write_record_file(
         record_to_json(record), folder / make_record_file_name(record, suffix)
@@ -428,11 +439,11 @@ def write_record(record: Record, folder: Path, suffix: str = "") -> Path:
 
 
 def write_or_rescue_record(record: Record, folder: Path) -> Path:
-    """Write a finished record into a folder and return its path; rescue it if that fails.
+    """Write a finished record into a folder and return its path; if that fails, rescue it and raise
+    LostError.
 
-    If the folder cannot take it, the record is written to a new folder for temporary files, and
-    LostError names that path. If that fails too, LostError holds the record's JSON in `unsaved` for
-    the command to print.
+    The record is then written to a new temporary folder, whose path the error names. If that fails
+    too, the error holds the record's JSON in `unsaved` for the command to print.
     """
     try:
         return write_record(record, folder)
@@ -449,16 +460,17 @@ def write_or_rescue_record(record: Record, folder: Path) -> Path:
         except OSError as second_error:
             unsaved = to_canonical_bytes(record_to_json(record)).decode()
             text = (
-                f"{problem}; nor can {tempfile.gettempdir()!r}: {second_error.strerror}; it stands above, as"
-                " JSON"
+                f"{problem}; nor to {tempfile.gettempdir()!r}: {second_error.strerror};"
+                " the record is printed above as JSON"
             )
             raise LostError(text, unsaved) from second_error
         raise LostError(f"{problem}; it is saved as {rescue_path}") from error
 
 
 def read_record(path: Path) -> Record:
-    """Read and validate a record, its question and its outputs included. Raise RequestError with
-    one line if the file cannot be read or is not a record of this schema; hashes are not checked.
+    """Read and validate a record of a run, its question and its outputs included. Raise
+    RequestError with one line if the file cannot be read, is not a record of this schema, or is of
+    a task that is not installed; hashes are not checked.
     """
     record = record_file.read_record_file(path, Record, "record")
     for attribute in ("question", "answers"):

@@ -45,8 +45,8 @@ def to_canonical_bytes(data: dict[str, Any]) -> bytes:
 
 
 def hash_json(value: Any) -> str:
-    """Return the SHA-256 of JSON data in hexadecimal, with sorted keys, so that the order of keys
-    does not matter. Raise ValueError for NaN or infinity.
+    """Return the SHA-256 of JSON data in hexadecimal, over text with sorted keys and without
+    spaces, so that the order of keys does not matter. Raise ValueError for NaN or infinity.
     """
     return hashlib.sha256(
         json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
@@ -54,9 +54,9 @@ def hash_json(value: Any) -> str:
 
 
 def compute_hashes(data: dict[str, Any], raw_key: str) -> dict[str, str]:
-    """Return the three hashes of a record's JSON data: `samples` of the raw measurements, which are
-    under the key `raw_key`; `record` of all values except `hashes`; `bytes` of the same including
-    the order of keys, which has a meaning in some places.
+    """Return the three hashes of a record's JSON data, SHA-256 in hexadecimal by name: `samples` of
+    the raw measurements, which are under the key `raw_key`; `record` of all values except `hashes`;
+    `bytes` of the same including the order of keys, which has a meaning in some places.
     """
     body = {key: value for key, value in data.items() if key != "hashes"}
     in_order = hashlib.sha256(to_canonical_bytes(body)).hexdigest()
@@ -66,9 +66,9 @@ def compute_hashes(data: dict[str, Any], raw_key: str) -> dict[str, str]:
 def join_file_name(created: str, *parts: str) -> str:
     """Join a record's time stamp and name parts with `-` to a file name without its ending.
 
-    `created` is ISO 8601. In each part, characters other than letters, digits, `.`, `_` and `-`
-    become `_`, at most 64 stay, and leading dots are removed: parts may come from an untrusted case
-    file and must not lead out of the folder.
+    `created` is ISO 8601; its `-` and `:`, fraction and zone are dropped. In each part, characters
+    other than letters, digits, `.`, `_` and `-` become `_`, at most 64 stay, and leading dots are
+    removed: parts may come from an untrusted case file and must not lead out of the folder.
     """
     stamp = created.replace("-", "").replace(":", "").split(".")[0].split("+")[0]
     return "-".join(
@@ -77,24 +77,24 @@ def join_file_name(created: str, *parts: str) -> str:
 
 
 def write_record_file(data: dict[str, Any], path: Path) -> Path:
-    """Write JSON data to a new file, completely or not at all, and return its path. Raise LostError
-    if the file exists already or cannot be written.
+    """Write a record's JSON data in canonical bytes to a new file, completely or not at all, and
+    return its path. Raise LostError if the file exists already or cannot be written.
     """
     try:
         files.write_file(path, to_canonical_bytes(data), new=True)
     except OSError as error:
         problem = (
-            f"the record cannot be written to {str(path.parent)!r}: {error.strerror}; the record is"
-            " lost"
+            f"the record cannot be written to {str(path.parent)!r}: {error.strerror};"
+            " the record is lost"
         )
         raise LostError(problem) from error
     return path
 
 
 def read_record_file(path: Path, record_type: type[RecordType], noun: str) -> RecordType:
-    """Read a file and validate it as a model of type `record_type`. Raise RequestError with one
-    line if it cannot be read, is too large, or does not fit; `noun` names the kind of record in the
-    message.
+    """Read a record file and return it as a validated model of type `record_type`; hashes are not
+    checked. Raise RequestError with one line if it cannot be read, is too large, is not JSON of
+    this schema version, or does not fit; `noun` names the kind of record in the message.
     """
     try:
         return record_type.model_validate(parse_record(path, read_record_bytes(path)))
@@ -105,12 +105,13 @@ def read_record_file(path: Path, record_type: type[RecordType], noun: str) -> Re
 def find_file_damage(
     path: Path, record_type: type[FrozenModel], raw_key: str, later: tuple[str, ...] = ()
 ) -> list[str]:
-    """Compare a record file with what was written, and return a sentence for each problem: other
-    bytes than the canonical ones, a hash that does not match, or an unknown hash. An empty list
-    means intact.
+    """Compare a record file with what was written, and return a sentence for each problem: bytes
+    that are not the canonical ones or keys in another order, a hash that does not match or is
+    missing, or an unknown hash. An empty list means intact.
 
     `raw_key` is the key of the raw measurements; hashes in `later` may be absent, because older
-    records lack them. Raise RequestError if the file cannot be read or parsed.
+    records lack them. Values are not validated. Raise RequestError if the file cannot be read or
+    parsed.
     """
     content = read_record_bytes(path)
     data = parse_record(path, content)
@@ -125,14 +126,14 @@ def find_file_damage(
         if stored_hashes.get(name) != expected and (name in stored_hashes or name not in later):
             problems.append(f"the hash of {name} does not match")
     return problems + [
-        f"hashes has a key {name!r}, which no record has"
-        for name in stored_hashes
-        if name not in expected_hashes
+        f"unknown hash {name!r}" for name in stored_hashes if name not in expected_hashes
     ]
 
 
 def make_json_schema(record_type: type[FrozenModel], title: str) -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of a record's model, under this title."""
+    """Return the JSON Schema (draft 2020-12) of a record's model as a dict, under this title; it
+    describes what is read, with docstrings as descriptions.
+    """
     json_schema = record_type.model_json_schema(by_alias=True)
     return {
         **json_schema,
@@ -142,8 +143,8 @@ def make_json_schema(record_type: type[FrozenModel], title: str) -> dict[str, An
 
 
 def prove_writable(folder: Path) -> None:
-    """Create a folder and prove, before any work, that a record can be written into it: create,
-    link and remove a probe file. Raise RequestError if not.
+    """Create a folder with its parents and prove, before any work, that a record can be written
+    into it: create, hard-link and remove a probe file. Raise RequestError if one of these fails.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -185,7 +186,9 @@ def parse_record(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _nesting_depth(data: Any) -> int:
-    """Return how deep dicts and lists are nested: 0 for a plain value."""
+    """Return how deep dicts and lists in JSON data are nested: 0 for a plain value, 1 for a flat
+    dict. Not recursive.
+    """
     depth, level = 0, [data]
     while level := [value for value in level if isinstance(value, dict | list)]:
         depth += 1
@@ -218,7 +221,8 @@ def read_record_bytes(path: Path) -> bytes:
 
 def _check_size(path: Path, size: int, file: BinaryIO) -> None:
     """Raise RequestError if a record file of `size` bytes is larger than the number of ranks in its
-    first `HEAD_BYTES` allows. The file's position is at its beginning afterwards.
+    first `HEAD_BYTES` allows (`BASE_BYTES` and `RANK_BYTES` for each), or than `MAX_RECORD_BYTES`.
+    `file` is the open file; its position is at its beginning afterwards.
     """
     ranks = _count_ranks(file.read(HEAD_BYTES)) if size <= MAX_RECORD_BYTES else 0
     file.seek(0)
@@ -230,8 +234,9 @@ def _check_size(path: Path, size: int, file: BinaryIO) -> None:
 
 
 def _check_memory(path: Path, raw: bytes) -> None:
-    """Raise RequestError if parsing these bytes could take more memory than this process can get.
-    Records of up to `SMALL_BYTES` are not checked.
+    """Raise RequestError if parsing these bytes of a record could take more memory than this
+    process can get (`MEMORY_PER_BYTE`, and `MEMORY_PER_TABLE` for each bracket). Records of up to
+    `SMALL_BYTES` are not checked.
     """
     tables = raw.count(b"{") + raw.count(b"[") if len(raw) > SMALL_BYTES else 0
     needed_bytes = MEMORY_PER_BYTE * len(raw) + MEMORY_PER_TABLE * tables
@@ -269,8 +274,9 @@ def _count_ranks(head: bytes) -> int:
 
 
 def read_record_kind(path: Path) -> str:
-    """Return the kind of record that a file's first bytes name, such as `run` or `spec`; `run` if
-    they name none or the file cannot be read. The rest of the file is not checked.
+    """Return the kind of record that a file's first bytes name, `run` or `spec` in files of this
+    program; `run` if they name none or the file cannot be read. The rest of the file is not
+    checked, and nothing is raised.
     """
     try:
         with files.open_regular(path) as file:

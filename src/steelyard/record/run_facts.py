@@ -81,8 +81,8 @@ class Software(ExtensibleModel):
 
     @property
     def libraries(self) -> dict[str, str | None]:
-        """Return the versions of the runtimes and libraries that all known accelerators name, by
-        name; None for those that no worker reported.
+        """Return the versions of the runtimes and libraries of a run, by the names that the rows of
+        all known accelerators list; None for those that no worker reported.
         """
         return {
             name: getattr(self, name, None)
@@ -92,8 +92,8 @@ class Software(ExtensibleModel):
 
     @property
     def collectives(self) -> dict[str, str | None]:
-        """Return the versions of the collective libraries that all known accelerators name, such as
-        nccl, by name; None for those that no worker reported.
+        """Return the versions of the collective libraries of a run, such as nccl, by the names that
+        the rows of all known accelerators list; None for those that no worker reported.
         """
         rows = accelerators.load_accelerators().values()
         return {
@@ -122,9 +122,9 @@ class Environment(ExtensibleModel):
 
 
 class EngineDetails(ExtensibleModel):
-    """What an engine chose by itself, such as kernels and the number of micro-batches. An engine
-    may add keys that no formula reads. Serialized with the keys that were given, in the order they
-    were given.
+    """What an engine chose by itself: the attention kernel, fused blocks, how ranks exchange, how
+    fp8 is computed, and the number of micro-batches. An engine may add keys that no formula reads.
+    Serialized with the keys that were given, in the order they were given.
     """
 
     attention: str | None = Field(None, description="the attention kernel")
@@ -140,7 +140,7 @@ class EngineDetails(ExtensibleModel):
         None, description="`inside`: ranks exchange within the compute phase of a step"
     )
     fp8: str | None = Field(
-        None, description="how fp8 matmuls are made; begins with `emulated` where sums are of fp32"
+        None, description="how fp8 matmuls are computed; begins with `emulated` if they run in fp32"
     )
     micro_batches: int | None = Field(None, description="accumulated in a step")
     _key_order: tuple[str, ...] = PrivateAttr(())
@@ -148,7 +148,9 @@ class EngineDetails(ExtensibleModel):
     @model_validator(mode="wrap")
     @classmethod
     def _keep_order(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Validate, and remember the order of the keys if the input is a dict."""
+        """Validate the details of an engine, and remember the order of the keys in the model's
+        `_key_order` if the input is a dict.
+        """
         details = validate(value)
         if isinstance(value, dict):
             details._key_order = tuple(value)
@@ -156,7 +158,9 @@ class EngineDetails(ExtensibleModel):
 
     @model_serializer(mode="wrap")
     def _serialize_set_fields(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize the keys that were given, in their order."""
+        """Serialize only the keys of the engine's details that were given, in the order of the dict
+        they came from; in no certain order if it was no dict.
+        """
         dumped = dump(self)
         return {name: dumped[name] for name in self._key_order or self.model_fields_set}
 
@@ -200,7 +204,7 @@ class DeviceState(ExtensibleModel):
     slowdown_c: Number | None = None
     numa_node: int | None = None
     runtime: str | None = Field(
-        None, description="newest version of the vendor's runtime that the driver serves"
+        None, description="newest version of the vendor's runtime that the driver supports"
     )
 
 
@@ -245,17 +249,19 @@ class CpuLoad(ExtensibleModel):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        """Raise ValueError if a list that was given has not as many readings as `t_s`."""
+        """Raise ValueError if a list of CPU seconds that was given has not as many readings as
+        `t_s`; lists left at their default are not checked.
+        """
         for name in ("busy_s", "own_s", "agent_s", "group_s"):
             if name in self.model_fields_set and len(getattr(self, name)) != len(self.t_s):
-                raise ValueError(
-                    f"{name} has not as many readings as t_s, which has {len(self.t_s)}"
-                )
+                raise ValueError(f"{name} must have as many readings as t_s: {len(self.t_s)}")
         return self
 
     @property
     def cores(self) -> float:
-        """Return how many cores the run may use at once: the smaller of `allowed` and `quota`."""
+        """Return how many cores of this host the run may use at once: the smaller of `allowed` and
+        `quota`; `allowed` without a quota.
+        """
         return min(float(self.allowed), self.quota or float(self.allowed))
 
 
@@ -285,8 +291,9 @@ class HostFacts(ExtensibleModel):
     )
 
     def to_parent_clock(self, host_time_s: float) -> float:
-        """Convert seconds since the start of the run from this host's clock to the parent's:
-        correct them by the drift. None as drift counts as 0.
+        """Return `host_time_s`, seconds since the start of the run on this host's clock, as seconds
+        on the parent's: corrected by the drift alone, the offset being removed already. A drift of
+        None counts as 0.
         """
         return host_time_s * (1 - (self.clock_drift or 0.0))
 
@@ -340,13 +347,12 @@ class RankFacts(ExtensibleModel):
     in_use_bytes: dict[str, Bytes | None] | None = None
     budget: dict[str, Number] | None = None
     beside: dict[str, Number] | None = Field(
-        None, description="time of work that ran beside parts of the budget"
+        None, description="time of work that ran in parallel with parts of the budget"
     )
     compile_cache: dict[str, int] | None = Field(
         None,
         description=(
-            "kernels and graphs that compilers found in their caches (hits) and had to make"
-            " (misses)"
+            "kernels and graphs that compilers took from their caches (hits) or compiled (misses)"
         ),
     )
     clocks: dict[str, Number] | None = Field(
@@ -408,13 +414,13 @@ class TelemetrySeries(ExtensibleModel):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        """Raise ValueError if a given column is not a list with as many readings as `t_s`."""
+        """Raise ValueError if a telemetry column that was given, known or not, is not a list with
+        as many readings as `t_s`; columns left at their default are not checked.
+        """
         rows = len(self.columns.t_s)
         for name, column in self.columns:
             if name in self.columns.model_fields_set and not (
                 isinstance(column, list) and len(column) == rows
             ):
-                raise ValueError(
-                    f"column {name} is no list of as many readings as t_s, which has {rows}"
-                )
+                raise ValueError(f"column {name} must be a list of as many readings as t_s: {rows}")
         return self

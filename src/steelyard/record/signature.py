@@ -38,11 +38,12 @@ SignatureState = Literal["known", "unknown", "bad", "none", "unchecked"]
 
 @dataclass(frozen=True)
 class Signature:
-    """The result of checking a record's signature.
+    """The result of checking a record's signature (`check_signature`).
 
     `known`: it fits and its key is `name`'s; `unknown`: it fits, and nobody says whose key it is;
     `bad`: it does not fit; `none`: there is no signature; `unchecked`: ssh-keygen is missing.
-    `detail` says why, where there is a reason.
+    `key_type` and `fingerprint` (SHA256:…) are set if it fits; `detail` says why, where there is a
+    reason.
     """
 
     state: SignatureState
@@ -74,7 +75,7 @@ def locate_signature(record: Path) -> Path:
 
 def sign_record(record: Path, key: Path) -> Path:
     """Sign the bytes of a record with a private key, or one that ssh-agent holds for it, write the
-    signature beside the record, and return its path.
+    signature to RECORD.sig beside the record, and return its path. The record is not verified.
 
     Raise RequestError if there is a signature already, the key is missing or cannot sign without a
     passphrase, ssh-keygen fails or is missing, or the file cannot be written; OSError if the record
@@ -115,7 +116,7 @@ def check_signature(record: Path, signers: Path | None = None) -> Signature:
     if not path.exists():
         return Signature("none")
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
-        return Signature("bad", detail=f"{path.name} is no file of at most {MAX_BYTES} bytes")
+        return Signature("bad", detail=f"{path.name} is not a file of at most {MAX_BYTES} bytes")
     if shutil.which(PROGRAM) is None:
         if signers is not None:
             raise RequestError(_PROGRAM_MISSING)
@@ -193,7 +194,7 @@ class _KeygenResult:
 
     @property
     def complaint(self) -> str:
-        """Return the first line of its stderr that is a complaint, or an empty string."""
+        """Return the first line on ssh-keygen's stderr that is a complaint, or an empty string."""
         lines = [line.strip() for line in self.err.decode("utf-8", "replace").splitlines()]
         complaints = [line for line in lines if line and line != "Signing data on standard input"]
         return complaints[0].removeprefix("Enter passphrase: ") if complaints else ""
@@ -232,14 +233,18 @@ def _make_signature(file: BinaryIO, key: Path) -> bytes:
 
 
 def _run_on_record(record: Path, verb: str, *arguments: str) -> _KeygenResult:
-    """Run `ssh-keygen -Y VERB` in the namespace of records, with the record on its stdin."""
+    """Run `ssh-keygen -Y VERB` in the namespace of records with the record on its stdin, and return
+    its exit code and output. Raise OSError if the record cannot be read, RequestError as
+    `_run_keygen` does.
+    """
     with files.open_regular(record) as file:
         return _run_keygen(["-Y", verb, "-n", NAMESPACE, *arguments], file)
 
 
 def _run_keygen(arguments: list[str], stdin: BinaryIO | int) -> _KeygenResult:
-    """Run ssh-keygen and return its exit code and output. It has no terminal and no askpass
-    program, so that it never waits for a passphrase.
+    """Run ssh-keygen in a session of its own and return its exit code and output; a failure of it
+    is not raised. It has no terminal and no askpass program, so that it never waits for a
+    passphrase. `stdin` is a file or a constant of subprocess.
 
     Raise RequestError if it cannot be started, or takes longer than `TIMEOUT_S` (a security key
     waits for a touch).
