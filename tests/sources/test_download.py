@@ -84,8 +84,8 @@ def test_a_broken_transfer_is_continued_in_the_same_command(server, told, tmp_pa
     assert told.slept == [1.0, 1.0]  # no backoff, since each attempt made progress
     assert (
         told.lines[0]
-        == f"f.bin: the connection closed {len(CONTENT) - CUT_BYTES} bytes before the end; again"
-        " in 1 s"
+        == f"f.bin: the connection closed {len(CONTENT) - CUT_BYTES} bytes before the end;"
+        " retrying in 1 s"
     )
     assert told.lines[1] == f"f.bin: continues after {CUT_BYTES} bytes"
     assert told.watched[-1] == (len(CONTENT), len(CONTENT))
@@ -209,7 +209,7 @@ def test_a_part_longer_than_the_file_starts_over(server, told, tmp_path):
 def test_a_stalled_transfer_times_out_and_continues(server, told, tmp_path):
     server.pages["/f"] = Page(CONTENT, stalls=[CUT_BYTES])
     assert (tmp_path / fetch(server, told, tmp_path, timeout_s=0.3).name).read_bytes() == CONTENT
-    assert told.lines[0] == "f.bin: no answer in time; again in 1 s"
+    assert told.lines[0] == "f.bin: timed out; retrying in 1 s"
     assert server.requested_ranges() == [None, f"bytes={CUT_BYTES}-"]
 
 
@@ -225,7 +225,7 @@ def test_a_wrong_size_is_refused_before_the_transfer(server, told, tmp_path):
     server.pages["/f"] = Page(CONTENT[:-1])
     error_line = fetch_refusal(server, told, tmp_path)
     assert error_line.startswith(
-        f"f.bin could not be had: HOST: has {len(CONTENT) - 1} bytes; the table says"
+        f"f.bin could not be downloaded: HOST: has {len(CONTENT) - 1} bytes; the table says"
         f" {len(CONTENT)}; "
     )
     assert told.watched == []
@@ -248,7 +248,10 @@ def test_without_a_length_the_size_is_checked_at_the_end(server, told, tmp_path)
     assert fetch(server, told, tmp_path).sha256 == SHA256
     assert told.watched[-1][1] == 0  # 0 means an unknown total
     (tmp_path / "f.bin").unlink()
-    line = "does not say how long the file is, and nothing else would tell that it was cut"
+    line = (
+        "does not send the file's length, and without a known size or hash a truncated file would"
+        " not be noticed"
+    )
     assert line in fetch_refusal(server, told, tmp_path, make_expected(None, None))
 
 
@@ -275,8 +278,8 @@ def test_a_file_with_a_wrong_hash_is_removed(server, told, tmp_path):
     server.pages["/f"] = Page(OTHER_CONTENT)
     error_line = fetch_refusal(server, told, tmp_path)
     assert error_line.startswith(
-        f"f.bin could not be had: HOST: sha256 {hashlib.sha256(OTHER_CONTENT).hexdigest()}; the"
-        f" table says {SHA256}; "
+        f"f.bin could not be downloaded: HOST: sha256 {hashlib.sha256(OTHER_CONTENT).hexdigest()};"
+        f" the table says {SHA256}; "
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -408,7 +411,7 @@ def test_a_redirect_from_https_to_http_is_refused():
 
 
 def test_plain_http_needs_a_hash_or_loopback(told, tmp_path):
-    reason = "plain http, and no SHA-256 is known that would tell whose bytes they are; use https"
+    reason = "plain http for a file without a known SHA-256; use https"
     with pytest.raises(DownloadError, match=reason):
         download_file(
             make_expected(None, None), ("http://files.invalid/f",), tmp_path, told.tools()

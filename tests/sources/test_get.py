@@ -134,7 +134,7 @@ def test_a_source_appears_only_when_all_files_are_right(server, told, store):
     with pytest.raises(
         DownloadError,
         match=(
-            f"b.bin could not be had: .*sha256 {sha256_hex(CONTENT_A)}; the table of sources says"
+            f"b.bin could not be downloaded: .*sha256 {sha256_hex(CONTENT_A)}; the catalog says"
             f" {sha256_hex(CONTENT_B)}"
         ),
     ):
@@ -242,14 +242,14 @@ def test_a_pin_does_not_overrule_the_catalog(server, told, store):
     with_hash = make_source(
         server, SourceFile("a.bin", ("/a",), len(CONTENT_A), sha256_hex(CONTENT_A))
     )
-    with pytest.raises(DownloadError, match=f"the table of sources says {len(CONTENT_A)}"):
+    with pytest.raises(DownloadError, match=f"the catalog says {len(CONTENT_A)}"):
         fetch_some(server, told, store, with_hash, FetchOptions(repin=True))
 
 
 def test_a_damaged_pin_file_is_refused(server, told, store):
     store.pins_path.write_text("{}}")
     with pytest.raises(
-        RequestError, match=r"pins\.json: not a lock file of Steelyard; bring it back, or remove it"
+        RequestError, match=r"pins\.json: not a lock file of Steelyard; restore it, or remove it"
     ):
         fetch_some(server, told, store, make_source(server, SourceFile("a.bin", ("/a",))))
 
@@ -327,7 +327,7 @@ def test_files_are_copied_from_an_offline_folder(server, told, store, tmp_path, 
     offline = FetchOptions(offline=tmp_path / "usb")
     (folder / "a.bin").write_bytes(CONTENT_A)
     with pytest.raises(
-        RequestError, match=f"no b.bin in it, nor in its some/; bring it there from {server.url}/b"
+        RequestError, match=f"no b.bin in it, nor in its some/; copy it there from {server.url}/b"
     ):
         fetch_some(server, told, store, catalog_source, offline)
     (folder / "b.bin").write_bytes(CONTENT_B)
@@ -345,10 +345,7 @@ def test_an_offline_folder_with_another_file_is_refused(server, told, store, tmp
     catalog_source = make_source(server, SourceFile("a.bin", ("/a",), None, sha256_hex(CONTENT_A)))
     with pytest.raises(
         DownloadError,
-        match=(
-            f"a.bin: sha256 {sha256_hex(CONTENT_B)}; the table of sources says"
-            f" {sha256_hex(CONTENT_A)}"
-        ),
+        match=(f"a.bin: sha256 {sha256_hex(CONTENT_B)}; the catalog says {sha256_hex(CONTENT_A)}"),
     ):
         fetch_some(server, told, store, catalog_source, FetchOptions(offline=tmp_path))
     assert store.find("some") is None
@@ -434,7 +431,7 @@ def test_a_killed_process_leaves_a_part_and_no_lock(server, told, store):
 
 @pytest.mark.parametrize("name", ["", "..", ".x", "a b", "a\\b", "a\nb", "ä"])
 def test_a_source_name_that_is_no_plain_folder_is_refused(name):
-    with pytest.raises(RequestError, match="is no name of a source"):
+    with pytest.raises(RequestError, match="is not the name of a source"):
         make_folder_name(name)
     assert make_folder_name("a/../b") == "a--..--b"
 
@@ -474,17 +471,17 @@ def test_every_shipped_task_has_a_source():
 
 def test_unknown_names_are_refused_with_the_nearest():
     for kind, name, reason in (
-        ("data", "mmul", "no data 'mmul' to get; did you mean 'mmlu'?"),
-        ("data", "org/model", "no data 'org/model' to get; known: mmlu, lambada, "),
+        ("data", "mmul", "no data named 'mmul' in the catalog; did you mean 'mmlu'?"),
+        ("data", "org/model", "no data named 'org/model' in the catalog; known: mmlu, lambada, "),
         (
             "weights",
             "smollm2-135",
             (
-                "no weights 'smollm2-135' to get; did you mean 'smollm2-135m'? (or the id of a"
-                " model, such as"
+                "no weights named 'smollm2-135' in the catalog; did you mean 'smollm2-135m'? (or"
+                " the id of a model, such as"
             ),
         ),
-        ("weights", "a/b/c", "no weights 'a/b/c' to get; known: "),
+        ("weights", "a/b/c", "no weights named 'a/b/c' in the catalog; known: "),
     ):
         with pytest.raises(RequestError) as error:
             catalog.find_source(kind, name)

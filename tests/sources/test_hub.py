@@ -152,7 +152,7 @@ def test_unknown_models_and_revisions_are_refused(server, get, told, store):
         match=r"org/none has no such revision; see https://huggingface.co/org/none/commits/main",
     ):
         get("org/none", "v9")
-    with pytest.raises(RequestError, match=r"'org/a\.\.b' is no id of a model: "):
+    with pytest.raises(RequestError, match=r"'org/a\.\.b' is not the id of a model: "):
         get("org/a..b")
     publish_model(server, "org/data", {"data.csv": b""})
     with pytest.raises(RequestError, match=r"org/data: no config\.json at its top"):
@@ -162,7 +162,7 @@ def test_unknown_models_and_revisions_are_refused(server, get, told, store):
 def test_an_unreachable_hub_is_reported_in_one_line(get):
     with pytest.raises(
         DownloadError,
-        match=r"^org/tiny: .*; run the same command again: files that are whole stay$",
+        match=r"^org/tiny: .*; run the same command again: complete files are kept$",
     ):
         get(at="http://127.0.0.1:9")
 

@@ -137,7 +137,7 @@ UNSAFE_NAMES = [
 
 @pytest.mark.parametrize("name", UNSAFE_NAMES, ids=lambda name: repr(name[:12]))
 def test_names_that_lead_out_of_the_folder_are_refused(tmp_path, name):
-    reason = f"a file named {name[:200]!r}, which is no plain path below a folder"
+    reason = f"a file named {name[:200]!r}, which is not a plain path inside a folder"
     assert unpack_refusal(write_tar(tmp_path / "x", ("top.txt", b""), (name, b"gotcha"))) == reason
     (tmp_path / "x").unlink()
     info = zipfile.ZipInfo()
@@ -213,7 +213,7 @@ def test_the_number_of_files_has_a_limit(tmp_path, monkeypatch):
 def test_a_repeated_name_is_refused(tmp_path):
     assert (
         unpack_refusal(write_tar(tmp_path / "x", ("top.txt", b"1"), ("TOP.txt", b"2")))
-        == "'TOP.txt' stands in it twice"
+        == "'TOP.txt' is in it twice"
     )
     assert unpack_refusal(
         write_tar(tmp_path / "x", ("top.txt", b"1"), ("top.txt/x", b"2"))

@@ -1,8 +1,9 @@
 """The catalog of sources that `data get` and `weights get` know: name, publisher, addresses, size,
 hash and licence.
 
-A file is checked by its SHA-256 where somebody who had that very file published it. Where it is
-unknown, the first download is pinned in the store's lock file and later ones are checked by that.
+A file is checked by its SHA-256 where somebody who had that very file published its hash. Where
+none is known, the first download is pinned in the store's lock file and later ones are checked by
+that.
 """
 
 from dataclasses import dataclass
@@ -16,20 +17,25 @@ MOST_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to download, or an archive to unpack."""
+    """A file to download and what is known of it (None: unknown). If `top` is set it is an archive,
+    of which the directory that holds a file named `top` becomes the source's folder; else the file
+    is stored as it is.
+    """
 
     name: str
     urls: tuple[str, ...]  # tried in this order; all have the same bytes
     size_bytes: int | None = None
     sha256: str | None = None
     git_blob: str | None = None  # its object id in the repository that publishes it
-    top: str = ""  # archives only: a file in the directory of it that is wanted
+    top: str = ""  # archives only: a file in that directory of it which is stored
     most_bytes: int = MOST_BYTES  # limit of the file, and of its unpacked content
 
 
 @dataclass(frozen=True)
 class CatalogSource:
-    """What one name of the catalog fetches: files by address, or a Hugging Face model."""
+    """One entry of the catalog, data or weights, with licence and web page: either `files` to
+    download by address, or the id of a Hugging Face model in `hub`.
+    """
 
     name: str
     title: str
@@ -224,8 +230,9 @@ CATALOG: dict[SourceKind, tuple[CatalogSource, ...]] = {
 
 
 def find_source(kind: SourceKind, name: str) -> CatalogSource:
-    """Return a source of the catalog by its name or hub id; of weights also any other hub model by
-    its id (`owner/name`). Raises RequestError with suggestions if there is none.
+    """Return the source of the catalog with this name or hub id. For weights any other `owner/name`
+    is returned as an unlisted hub model, without asking the hub whether it exists. Otherwise raises
+    RequestError, which suggests a similar name or lists all.
     """
     source = next(
         (candidate for candidate in CATALOG[kind] if name in (candidate.name, candidate.hub)), None
@@ -238,13 +245,15 @@ def find_source(kind: SourceKind, name: str) -> CatalogSource:
         " (or the id of a model, such as HuggingFaceTB/SmolLM2-135M)" if kind == "weights" else ""
     )
     raise RequestError(
-        f"no {kind} {name!r} to get; {suggest_name(name, [candidate.name for candidate in CATALOG[kind]])}{hint}"
+        f"no {kind} named {name!r} in the catalog;"
+        f" {suggest_name(name, [candidate.name for candidate in CATALOG[kind]])}{hint}"
     )
 
 
 def make_unlisted_source(name: str) -> CatalogSource:
-    """Return a source that is not in the catalog: a hub model by its id, or something in the store
-    that an older version fetched.
+    """Return a source that is not in the catalog: a hub model by its id, if the name has a slash,
+    else something in the store that an older version fetched. Its title is the name, its licence
+    empty, and it has no files; page and `hub` are set for a hub model only.
     """
     hub = name if "/" in name else ""
     return CatalogSource(
@@ -253,5 +262,5 @@ def make_unlisted_source(name: str) -> CatalogSource:
 
 
 def find_task_source(task: str) -> CatalogSource | None:
-    """Return the source of a task's data, or None if the catalog has none."""
+    """Return the data source whose `task` is this task's name, or None if the catalog has none."""
     return next((source for source in DATA_SOURCES if source.task == task), None)

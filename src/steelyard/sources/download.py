@@ -45,20 +45,25 @@ class DownloadError(Exception):
 
 
 class MismatchError(Exception):
-    """A file is not the expected one: its size, hash or content is wrong."""
+    """A file is not the expected one: its size, hash or content is wrong. Callers in this package
+    turn it into a DownloadError, or try another address.
+    """
 
 
 class NoSpaceError(RequestError):
-    """The disk has no room for a file."""
+    """The disk has no room for a file; raised before it is written. A RequestError, so that the
+    command ends with exit code 2.
+    """
 
 
 @dataclass(frozen=True)
 class ExpectedFile:
-    """What is known of a file before it is downloaded.
+    """What is known of a file before it is downloaded: from the catalog, a pin, or the hub's
+    listing.
 
-    None means unknown. `git_blob` is git's object id (SHA-1). `most_bytes` limits the size if it is
-    unknown. `origin` names, for error messages, who says so; `checked_by` is what the manifest will
-    say the file was checked by.
+    None means unknown. `git_blob` is git's object id (SHA-1). `most_bytes` is the largest size that
+    is accepted. `origin` names, for error messages, who says so; `checked_by` is what the manifest
+    will say the file was checked by.
     """
 
     name: str
@@ -71,8 +76,9 @@ class ExpectedFile:
 
 
 class PartialDownload(FrozenModel):
-    """The JSON beside a partial file: its address, the server's version of it (ETag or
-    Last-Modified) and its full size. Without a validator the file cannot be resumed.
+    """The content of `NAME.part.json` beside a partial file: its address, the server's version of
+    it (`validator`: ETag or Last-Modified) and its full size (None: unknown). Without a validator
+    the file cannot be resumed.
     """
 
     url: str
@@ -82,8 +88,11 @@ class PartialDownload(FrozenModel):
 
 class TransferMeter:
     """Adds up the bytes that this command transfers over all its files, and reports them to
-    `watch(done, total)`; total is 0 while unknown. Bytes left by an earlier command are not
-    counted.
+    `watch(done, total)` after every chunk; total is 0 while unknown. Bytes left by an earlier
+    command are not counted.
+
+    Call `set_ahead` once, `start_file` and `begin_transfer` for each file, and `add` for each
+    chunk.
     """
 
     def __init__(self, watch: ProgressWatch) -> None:
@@ -92,31 +101,38 @@ class TransferMeter:
         self._end_bytes: int | None = None
 
     def set_ahead(self, size_bytes: int) -> None:
-        """Set the number of bytes of files that have not begun yet, as far as known."""
+        """Set how many bytes are to come in files that have not begun yet; files of unknown size
+        count 0. Reports nothing.
+        """
         self._ahead_bytes = size_bytes
 
     def begin_transfer(self, size_bytes: int | None) -> None:
-        """Note that a transfer of `size_bytes` begins; None if the size is unknown, and then the
-        total is unknown too.
+        """Note that a request begins that will transfer `size_bytes`, so that the total is the
+        bytes so far, these, and the files ahead. None makes the total unknown. A resumed transfer
+        calls it again with what is left.
         """
         self._end_bytes = None if size_bytes is None else self._done_bytes + size_bytes
 
     def add(self, count: int) -> None:
-        """Count received bytes and report progress."""
+        """Add `count` received bytes and call `watch` with the bytes so far and the total (0:
+        unknown).
+        """
         self._done_bytes += count
         self._watch(
             self._done_bytes, 0 if self._end_bytes is None else self._end_bytes + self._ahead_bytes
         )
 
     def start_file(self, size_bytes: int) -> None:
-        """Take a file that is about to begin off the bytes ahead; `begin` then counts it."""
+        """Take the bytes of a file that is about to begin off the bytes ahead; `begin_transfer`
+        then counts them.
+        """
         self._ahead_bytes -= size_bytes
 
 
 @dataclass(frozen=True)
 class DownloadTools:
-    """What a download uses of the outside world, so that tests can replace it: HTTP, sleeping
-    (seconds), messages to the user, and the progress meter.
+    """What a download uses of the outside world, so that tests can replace it: `web` for HTTP,
+    `sleep` (seconds), `say` for lines to the user, and the progress `meter`.
     """
 
     web: HttpClient
@@ -128,12 +144,13 @@ class DownloadTools:
 def download_file(
     expected: ExpectedFile, urls: tuple[str, ...], folder: Path, tools: DownloadTools
 ) -> DownloadedFile:
-    """Download a file into `folder` and check it, trying the addresses in order; return its size,
-    SHA-256 and the address it came from.
+    """Download a file into `folder`, trying the addresses in order, and check it; return its name,
+    address, size, SHA-256 and `checked_by`.
 
-    An address from which a partial file exists is tried first. A partial file survives a broken
-    transfer but is deleted if the complete file is wrong. Reports each failed address with
-    `tools.say`. Raises DownloadError if no address works, NoSpaceError if the disk is full.
+    It is written to `NAME.part` and renamed once it is right; `NAME.part.json` stays. The address
+    from which a partial file exists is tried first. A partial file survives a broken transfer, but
+    is deleted if the file is wrong. Each failed address is reported with `tools.say`. Raises
+    DownloadError with all reasons if no address works; NoSpaceError at once if the disk is full.
     """
     target, reasons = folder / expected.name, []
     earlier_url = find_origin_url(target)
@@ -155,25 +172,26 @@ def download_file(
         reasons.append(f"{urlsplit(url).netloc}: {reason}")
     partial_bytes = measure_file(_part_path(target))
     next_step = (
-        f"{partial_bytes} bytes are kept, run the same command again to go on"
+        f"{partial_bytes} bytes were saved; run the same command again to resume"
         if partial_bytes
-        else "try later, or bring it with --from DIR"
+        else "try later, or copy the file here and use --from DIR"
     )
-    raise DownloadError(f"{expected.name} could not be had: {'; '.join(reasons)}; {next_step}")
+    raise DownloadError(
+        f"{expected.name} could not be downloaded: {'; '.join(reasons)}; {next_step}"
+    )
 
 
 def _complete_part(expected: ExpectedFile, url: str, target: Path, tools: DownloadTools) -> None:
-    """Complete the partial file from one address, resuming as often as needed.
+    """Request one address until the partial file of `target` is complete, resuming where it broke.
 
-    Gives up with TransferError after four tries in a row that bring less than 64 KiB, or four
-    replies whose ranges do not fit; sleeps between tries, doubling from one second. Raises
-    RefusedAddressError for plain http of a file without known SHA-256, unless it is from this
-    machine.
+    After a broken transfer it says so and sleeps: 1 s, doubled for each failure in a row, or longer
+    if the server asks. Raises TransferError after four failures in a row, of which at most the
+    first brought 64 KiB or more, or after four replies in all whose range does not fit (the part is
+    deleted each time). Raises RefusedAddressError for plain http without a known SHA-256, unless
+    the address is on this machine; other errors of `_request_once` pass through.
     """
     if url.startswith("http:") and expected.sha256 is None and not is_loopback(url):
-        raise RefusedAddressError(
-            "plain http, and no SHA-256 is known that would tell whose bytes they are; use https"
-        )
+        raise RefusedAddressError("plain http for a file without a known SHA-256; use https")
     failed = bad_ranges = 0
     while True:
         size_before = measure_file(_part_path(target))
@@ -184,7 +202,7 @@ def _complete_part(expected: ExpectedFile, url: str, target: Path, tools: Downlo
             bad_ranges += 1
             if bad_ranges >= TRIES:
                 raise TransferError(
-                    f"its ranges are not those of one file (tried {bad_ranges} times)"
+                    f"its byte ranges do not belong to one file (tried {bad_ranges} times)"
                 ) from error
         except TransferError as error:
             failed = (
@@ -195,16 +213,18 @@ def _complete_part(expected: ExpectedFile, url: str, target: Path, tools: Downlo
             if failed >= TRIES:
                 raise TransferError(f"{error} (tried {failed} times)") from error
             wait_s = max(error.wait_s, PAUSE_S * 2 ** (failed - 1))
-            tools.say(f"{expected.name}: {error}; again in {wait_s:g} s")
+            tools.say(f"{expected.name}: {error}; retrying in {wait_s:g} s")
             tools.sleep(wait_s)
 
 
 def _request_once(expected: ExpectedFile, url: str, target: Path, tools: DownloadTools) -> None:
-    """Make one request and append what arrives to the partial file, or begin it anew if the server
-    sends the whole file; return at once if it is already complete.
+    """Make one request and append what arrives to the partial file of `target`; return when the
+    reply ends. If the part is already complete, nothing is requested.
 
-    Writes the JSON beside it, flushes after each chunk and syncs at the end. Raises TransferError,
-    RangeError, RefusedAddressError, NoSpaceError, or MismatchError beyond the size limit.
+    It resumes only if the JSON beside the part names this address and a validator, and the server
+    sends the rest; else part and JSON are begun anew. Each chunk is flushed and metered, and the
+    part synced at the end. Raises TransferError, RangeError, RefusedAddressError (also by
+    `_check_length`), NoSpaceError, or MismatchError beyond the size limit.
     """
     part, note = _part_path(target), _read_note(target)
     can_resume = note is not None and note.url == url and note.validator is not None
@@ -242,8 +262,9 @@ def _request_once(expected: ExpectedFile, url: str, target: Path, tools: Downloa
 
 
 def _check_length(expected: ExpectedFile, reply: HttpReply) -> None:
-    """Raise RefusedAddressError before the transfer if the announced size is not the expected one
-    or too large, or if neither size nor hash would reveal a truncated file.
+    """Raise RefusedAddressError before the transfer if the size that the server announces is not
+    the expected one or above `most_bytes`, or if a truncated file would go unnoticed: the reply has
+    no known end, and neither size nor hash is expected.
     """
     total = reply.total
     if not reply.has_known_end and (expected.size_bytes, expected.sha256, expected.git_blob) == (
@@ -252,7 +273,8 @@ def _check_length(expected: ExpectedFile, reply: HttpReply) -> None:
         None,
     ):
         raise RefusedAddressError(
-            "does not say how long the file is, and nothing else would tell that it was cut"
+            "does not send the file's length, and without a known size or hash a truncated file"
+            " would not be noticed"
         )
     if total is None:
         return
@@ -265,9 +287,9 @@ def _check_length(expected: ExpectedFile, reply: HttpReply) -> None:
 
 
 def check_file(path: Path, expected: ExpectedFile, url: str = "") -> DownloadedFile:
-    """Read a file and return its name, size, SHA-256 and where it came from (`url`). Raises
-    MismatchError if its size, SHA-256 or git object id is not the expected one, FileNotFoundError
-    if it does not exist.
+    """Read a file and return its expected name, `url`, size, SHA-256 and the `checked_by` of
+    `expected`. Raises MismatchError if size, SHA-256 or git object id is not the expected one
+    (those that are None are not compared), FileNotFoundError if it does not exist.
     """
     size_bytes = path.stat().st_size
     if expected.size_bytes is not None and size_bytes != expected.size_bytes:
@@ -316,7 +338,9 @@ def discard_part(target: Path) -> None:
 
 
 def find_origin_url(target: Path) -> str:
-    """Return the address that a file or its partial file came from; "" if unknown."""
+    """Return the address that a file or its partial file was downloaded from, as `NAME.part.json`
+    beside it says; "" if that is missing or invalid.
+    """
     note = _read_note(target)
     return "" if note is None else note.url
 
@@ -340,7 +364,9 @@ def _note_path(target: Path) -> Path:
 
 
 def _read_note(target: Path) -> PartialDownload | None:
-    """Read the JSON that describes the partial file of `target`; None if missing or invalid."""
+    """Return the content of the JSON that describes the partial file of `target`; None if it is
+    missing, unreadable, larger than 64 KiB or invalid.
+    """
     with suppress(OSError, ValueError, files.TooLargeError):
         return PartialDownload.model_validate(
             files.parse_json(files.read_file(_note_path(target), MAX_NOTE_BYTES))

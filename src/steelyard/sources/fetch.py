@@ -35,7 +35,9 @@ TREE_FOLDER = "tree"  # subfolder in which a source's folder is built
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """How the user wants a source to be fetched."""
+    """How the user wants a source to be fetched, from the options of `data get` and `weights get`:
+    `--mirror`, `--from`, `--again` and `--repin`.
+    """
 
     # base addresses tried before the catalog's; each has SOURCE/FILE below it
     mirrors: tuple[str, ...] = ()
@@ -51,16 +53,17 @@ def fetch_source(
     tools: DownloadTools,
     today: Callable[[], str],
 ) -> tuple[StoredSource, bool]:
-    """Fetch a source into the store; return it, and whether it was already there (then nothing is
-    downloaded, unless `options` say again or repin).
+    """Fetch a source of files into the store; return it, and whether it was already there (then
+    nothing is downloaded, unless `options` say again or repin).
 
-    Other processes that fetch the same source wait. Files without a known hash are pinned in the
-    lock file. `today` returns the current time as text. Raises DownloadError if a file cannot be
-    had or is wrong, RequestError if a file is not in the `--from` folder, NoSpaceError if the disk
-    is full.
+    Other processes that fetch the same source wait. Right files of an interrupted command are used
+    again. Files without a known SHA-256 are pinned in the lock file. `today` returns the current
+    time as text. Raises DownloadError if a file cannot be downloaded or is wrong, RequestError if a
+    file is not in the `--from` folder or the lock file is malformed, NoSpaceError if the disk is
+    full.
     """
     with store.lock_source(
-        source.name, lambda: tools.say(f"{source.name}: another process is getting it; waiting")
+        source.name, lambda: tools.say(f"{source.name}: another process is downloading it; waiting")
     ):
         stored = store.find(source.name)
         if stored is not None and not (options.again or options.repin):
@@ -97,13 +100,14 @@ def fetch_source(
 
 
 def _expect_file(file: SourceFile, pin: Pin | None) -> ExpectedFile:
-    """Return what a file must be: by the catalog if that knows its SHA-256 or nothing was pinned,
-    else by the pin of its first download.
+    """Return what a file must be: by the catalog if that has its SHA-256 or there is no pin, else
+    with size and SHA-256 of the pin. `checked_by` is then "table", "first use" (no SHA-256 known,
+    so it will be pinned) or "pins". The catalog's git object id and size limit always apply.
     """
     if file.sha256 is not None or pin is None:
         checked_by: CheckedBy = "first use" if file.sha256 is None else "table"
         catalog_facts = (file.size_bytes, file.sha256, file.git_blob, file.most_bytes)
-        return ExpectedFile(file.name, *catalog_facts, "the table of sources", checked_by)
+        return ExpectedFile(file.name, *catalog_facts, "the catalog", checked_by)
     origin = f"the lock file (pinned {pin.time[:10]}; if it has changed on purpose: --repin)"
     return ExpectedFile(
         file.name, pin.size_bytes, pin.sha256, file.git_blob, file.most_bytes, origin, "pins"
@@ -111,7 +115,9 @@ def _expect_file(file: SourceFile, pin: Pin | None) -> ExpectedFile:
 
 
 def _count_missing_bytes(working: Path, expected: ExpectedFile) -> int:
-    """Return how many bytes of a file are still to be downloaded; 0 if its size is unknown."""
+    """Return how many bytes of a file are still to be downloaded, beside what the working folder
+    holds of it, complete or partial; 0 if its size is unknown.
+    """
     present_bytes = measure_file(working / expected.name) or measure_file(
         working / f"{expected.name}{files.PART_SUFFIX}"
     )
@@ -126,8 +132,12 @@ def _fetch_file(
     working: Path,
     tools: DownloadTools,
 ) -> DownloadedFile:
-    """Bring one file into the working folder and return what it is: copied from the `--from`
-    folder, left from an earlier command if it is right, or downloaded (mirrors first).
+    """Bring one file into the working folder, check it, and return its name, address, size and
+    SHA-256.
+
+    With `--from` it is copied from that folder. A file left by an earlier command is used if it is
+    right, else deleted. Otherwise it is downloaded, from MIRROR/SOURCE/FILE before the catalog's
+    addresses. Raises what `_copy_file` or `download_file` raises.
     """
     target = working / file.name
     if options.offline is not None:
@@ -148,15 +158,17 @@ def _fetch_file(
 def _copy_file(
     source: CatalogSource, file: SourceFile, expected: ExpectedFile, folder: Path, target: Path
 ) -> DownloadedFile:
-    """Copy a file from a local folder (or its subfolder named like the source) to `target` and
-    check it. Raises RequestError if it is not there, DownloadError if it is not the expected file.
+    """Copy a file from a local folder, or else from its subfolder named like the source, to
+    `target`; check it before and after, and return its facts with a file: address. Raises
+    RequestError if it is in neither, NoSpaceError, or DownloadError if it is not the expected file
+    (a wrong copy is deleted).
     """
     paths = [
         path for path in (folder / file.name, folder / source.name / file.name) if path.is_file()
     ]
     if not paths:
         raise RequestError(
-            f"--from {folder}: no {file.name} in it, nor in its {source.name}/; bring it there from"
+            f"--from {folder}: no {file.name} in it, nor in its {source.name}/; copy it there from"
             f" {file.urls[0]}"
         )
     check_disk_space(target.parent, paths[0].stat().st_size)
@@ -172,9 +184,10 @@ def _copy_file(
 def _build_tree(
     working: Path, source_files: tuple[SourceFile, ...], downloads: list[DownloadedFile]
 ) -> Path:
-    """Build the source's future folder in the working folder and return it: the archive, if there
-    is one, unpacked, and the other files moved beside it. An archive that cannot be unpacked is
-    deleted, and DownloadError raised. An earlier tree is replaced.
+    """Build the source's future folder `tree` in the working folder and return it: the first
+    archive unpacked, and all files that are no archives moved into it. An earlier tree is deleted
+    first. Raises DownloadError, after deleting the archive, if that is unsafe, malformed or lacks
+    its `top`; NoSpaceError if the disk is full.
     """
     tree = working / TREE_FOLDER
     shutil.rmtree(tree, ignore_errors=True)

@@ -56,13 +56,15 @@ class TransferError(Exception):
 
 class RangeError(Exception):
     """The server cannot continue at this offset: the partial file is not the beginning of the file
-    it has.
+    it has. Has no text; the caller deletes the partial file and requests the whole.
     """
 
 
 @dataclass(frozen=True)
 class HttpReply:
-    """A server's answer: the bytes of a file from offset `start` on."""
+    """A server's answer, yielded by `HttpClient.request_file`: the bytes of a file from offset
+    `start` on, read with `chunks`.
+    """
 
     body: http.client.HTTPResponse
     start: int
@@ -72,8 +74,9 @@ class HttpReply:
     validator: str | None
 
     def chunks(self, size: int) -> Iterator[bytes]:
-        """Yield the body in pieces of at most `size` bytes. Raises TransferError if it stalls or
-        ends early.
+        """Yield the reply's body as it arrives, in pieces of at most `size` bytes, up to the
+        announced end. Raises TransferError on a network error or a stall beyond the timeout, or if
+        the body ends before the announced total; without a total an early end may go unnoticed.
         """
         remaining_bytes = None if self.total is None else self.total - self.start
         try:
@@ -90,7 +93,7 @@ class HttpReply:
 
 
 class _RedirectHandler(HTTPRedirectHandler):
-    """Follows redirects to http and https only, and never from https to http."""
+    """Follows redirects to http and https only, at most eight, and never from https to http."""
 
     max_redirections = MAX_REDIRECTS
 
@@ -103,8 +106,8 @@ class _RedirectHandler(HTTPRedirectHandler):
         headers: http.client.HTTPMessage,
         newurl: str,
     ) -> Request | None:
-        """Return the request to follow. Raises RefusedAddressError if the new address is of another
-        scheme, or http after https.
+        """Return the request that follows a redirect, for urllib. Raises RefusedAddressError if the
+        new address is neither http nor https, or is http after https.
         """
         new_scheme = urlsplit(newurl).scheme
         if new_scheme not in SCHEMES or (
@@ -115,8 +118,8 @@ class _RedirectHandler(HTTPRedirectHandler):
 
 
 class HttpClient:
-    """An HTTP client with system certificates and proxies; `timeout_s` is how long a connection may
-    be silent.
+    """An HTTP client with the system's certificates and the environment's proxies, whose one method
+    is `request_file`. `timeout_s` is how long a connection may be silent.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
@@ -140,10 +143,13 @@ class HttpClient:
         self, url: str, start: int = 0, validator: str | None = None
     ) -> Iterator[HttpReply]:
         """Request a file from offset `start` on, if it is still the version that `validator` names,
-        else from its beginning; yield the reply and close it afterwards.
+        else from its beginning; as a context manager, yield the checked reply, whose `start` says
+        which, and close it.
 
-        Without a validator the whole file is requested. Raises RefusedAddressError, TransferError
-        or RangeError.
+        Without a validator the whole file is requested. Raises RefusedAddressError if asking again
+        will not help (a status such as 404, a web page, encoded content, another scheme, a refused
+        redirect, an untrusted certificate), TransferError if it may (`RETRY_STATUSES`, network
+        errors), and RangeError for status 416 or a partial reply of another range or version.
         """
         if urlsplit(url).scheme not in SCHEMES:
             raise RefusedAddressError("is neither https nor http")
@@ -166,7 +172,9 @@ class HttpClient:
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether an address is on this machine: localhost, or a loopback IP."""
+    """Return whether an address's host is this machine by its spelling: `localhost`, or a loopback
+    IP. No name is resolved.
+    """
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -175,9 +183,12 @@ def is_loopback(url: str) -> bool:
 
 
 def _check_reply(response: Any, start: int, validator: str | None) -> HttpReply:
-    """Check a response's headers and return it as a reply. Raises RefusedAddressError for a web
-    page, a content encoding or another status; RangeError if a partial reply is not the requested
-    rest of the same version.
+    """Check a response's status and headers, and return it as a reply. Status 200 is a reply from
+    byte 0 with its own validator, even if the rest was requested.
+
+    Raises RefusedAddressError for a web page (text/html), a content encoding or any status but 200
+    and 206; RangeError if a 206 is not the range from `start` to the end of the file, or names
+    another version than `validator`.
     """
     headers: Message = response.headers
     if headers.get_content_type() == "text/html":
@@ -200,7 +211,9 @@ def _check_reply(response: Any, start: int, validator: str | None) -> HttpReply:
 
 
 def _find_validator(headers: Message) -> str | None:
-    """Return what names this version of a file: a strong ETag, else Last-Modified, else None."""
+    """Return what names this version of a file, for If-Range: a strong ETag, else Last-Modified,
+    else None. A weak ETag (W/…) is not used.
+    """
     tag = headers.get("ETag")
     if tag is not None and tag.startswith('"'):
         return str(tag)
@@ -209,9 +222,9 @@ def _find_validator(headers: Message) -> str | None:
 
 
 def _classify_status(error: HTTPError) -> Exception:
-    """Return (not raise) the exception for an HTTP error status: RangeError for 416, TransferError
-    for statuses that may pass, with the seconds of Retry-After (at most 60), RefusedAddressError
-    for all others.
+    """Return (not raise) the exception for an HTTP error status: RangeError for 416; TransferError
+    for `RETRY_STATUSES` (408, 425, 429 and most 5xx), with the seconds of Retry-After, at most 60,
+    or 0 if that is missing or no number; RefusedAddressError for all others.
     """
     if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
         return RangeError()
@@ -226,8 +239,9 @@ def _classify_status(error: HTTPError) -> Exception:
 
 
 def _classify_failure(error: Exception) -> Exception:
-    """Return (not raise) the exception for a failed request: RefusedAddressError for an untrusted
-    certificate or an invalid address, else TransferError.
+    """Return (not raise) the exception for a request that got no status: RefusedAddressError for an
+    untrusted certificate or an invalid address, else TransferError. The reason inside a URLError
+    decides.
     """
     inner = (
         error.reason
@@ -237,13 +251,15 @@ def _classify_failure(error: Exception) -> Exception:
     if isinstance(inner, ssl.SSLCertVerificationError):
         return RefusedAddressError(f"its certificate is not trusted here: {inner.verify_message}")
     if isinstance(inner, ValueError | http.client.InvalidURL):
-        return RefusedAddressError(f"is no address: {inner}")
+        return RefusedAddressError(f"is not a valid address: {inner}")
     return TransferError(_describe_error(inner))
 
 
 def _describe_error(error: Exception) -> str:
-    """Describe an error in one line of at most 200 characters."""
+    """Describe a network error in one line of at most 200 characters: "timed out" for a
+    timeout, else the system's text or the error's own, or the name of its class if that is empty.
+    """
     if isinstance(error, TimeoutError):
-        return "no answer in time"
+        return "timed out"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split())[:200] or type(error).__name__

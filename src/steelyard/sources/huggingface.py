@@ -32,7 +32,7 @@ LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 MOST_BYTES = 1 << 40  # of one file
 NOT_STATED = "not stated"
 NO_WEIGHTS = (
-    "neither safetensors nor pytorch_model.bin at its top; take a model that has one of these"
+    "neither safetensors nor pytorch_model.bin at its top; choose a model that has one of these"
 )
 INSTALL = (
     "huggingface_hub is not installed, which models of the hub need; run pip install"
@@ -42,7 +42,9 @@ INSTALL = (
 
 @dataclass(frozen=True)
 class HubModel:
-    """The files of a hub model at one revision (commit hash), and its licence."""
+    """What the hub lists of a model at one revision: the commit hash, the licence, and the files to
+    download with the size and hash each must have.
+    """
 
     revision: str
     licence: str
@@ -58,17 +60,18 @@ def fetch_model(
     today: Callable[[], str],
     endpoint: str | None = None,
 ) -> tuple[StoredSource, bool]:
-    """Fetch a model into the store; return it, and whether it was already there at that revision
-    (then nothing is downloaded, unless `options` say again or repin).
+    """Fetch a hub model into the store; return it, and whether it was already there at that
+    revision (then nothing is downloaded, unless `options` say again or repin).
 
-    `revision` is a branch, tag or commit; None: the pinned one, else main, which is then pinned.
-    With `options.offline` the model is copied from that folder. `endpoint` is the hub's address,
-    None: the one that $HF_ENDPOINT names. `today` returns the current time as text. Other processes
-    that fetch the same model wait. Raises RequestError if huggingface_hub is missing or the model
-    is unknown, gated or unsuitable, DownloadError if a download fails.
+    `revision` is a branch, tag or commit; None: whatever is stored, else the pinned one, else main,
+    which is then pinned. With `options.offline` the model is copied from that folder, unchecked.
+    `endpoint` is the hub's address, None: the one that $HF_ENDPOINT names. `today` returns the
+    current time as text. Other processes that fetch the same model wait. Raises RequestError if
+    huggingface_hub is missing, or the model is unknown, gated or unsuitable; DownloadError if a
+    download fails; NoSpaceError.
     """
     with store.lock_source(
-        source.name, lambda: tools.say(f"{source.name}: another process is getting it; waiting")
+        source.name, lambda: tools.say(f"{source.name}: another process is downloading it; waiting")
     ):
         stored = store.find(source.name)
         if (
@@ -109,11 +112,11 @@ def fetch_model(
 
 
 def choose_files(names: Iterable[str]) -> list[str]:
-    """Return the names of the model files to download, sorted: text files, the licence and the
-    weights in one form, at the top of the repository only.
+    """Return the names of the model files to download, sorted: those with a suffix of
+    `TEXT_SUFFIXES`, licences, and the weights in one form; only names without a folder.
 
-    Of weights, safetensors are preferred to pytorch_model*.bin, and files named consolidated* are
-    taken only if there are no other safetensors.
+    Weights are all safetensors, else pytorch_model*.bin. Safetensors named consolidated* are taken
+    only if there are no others. With safetensors the index of the .bin files is left out too.
     """
     top = sorted(name for name in names if "/" not in name)
     texts = [
@@ -134,13 +137,15 @@ def choose_files(names: Iterable[str]) -> list[str]:
 
 
 def has_weights(names: Iterable[str]) -> bool:
-    """Return whether one of these names is a safetensors or .bin file."""
+    """Return whether one of these file names ends in .safetensors or .bin."""
     return any(name.endswith((".safetensors", ".bin")) for name in names)
 
 
 def _list_files(model_id: str, revision: str | None, endpoint: str | None) -> HubModel:
-    """Ask the hub for the files of a model at a revision (None: main). Raises RequestError if there
-    is no config.json or no weights at its top.
+    """Ask the hub for a model at a revision (None: main); return its commit, its licence ("not
+    stated" if its card has none), and the files to download (`choose_files`) with the size and hash
+    to check each by. Raises RequestError if there is no config.json or no weights among them, and
+    the errors of huggingface_hub.
     """
     from huggingface_hub import HfApi
 
@@ -162,8 +167,8 @@ def _list_files(model_id: str, revision: str | None, endpoint: str | None) -> Hu
 
 
 def _expect_listed(listed: Any) -> ExpectedFile:
-    """Return what a file must be, from the hub's listing: a large file (Git LFS) is checked by its
-    SHA-256, a small one by its git object id.
+    """Return what a file must be from its entry in the hub's listing: name, size, and the SHA-256
+    of a large file (Git LFS) or the git object id of a small one.
     """
     sha256, git_blob = (None, listed.blob_id) if listed.lfs is None else (listed.lfs.sha256, None)
     return ExpectedFile(
@@ -174,11 +179,12 @@ def _expect_listed(listed: Any) -> ExpectedFile:
 def _download_files(
     model_id: str, model: HubModel, tree: Path, tools: DownloadTools, endpoint: str | None
 ) -> list[DownloadedFile]:
-    """Download all files of a model into `tree` and return what each is; files that are there and
-    right are not downloaded again, files of another revision are deleted.
+    """Download the files of a model into `tree` and check them; return name, address, size and
+    SHA-256 of each, in the listed order.
 
-    Raises MismatchError if a file is not as listed, NoSpaceError if the disk is full, and the hub
-    library's errors.
+    Files that are there and right are not downloaded again; wrong ones, other files at the top of
+    `tree`, and its `.cache` are deleted first. Raises MismatchError if a file is not as listed,
+    NoSpaceError if the disk is too full for all that is missing, and the errors of huggingface_hub.
     """
     from huggingface_hub import hf_hub_download, hf_hub_url
 
@@ -209,7 +215,9 @@ def _download_files(
 
 
 def _has_right_file(tree: Path, expected: ExpectedFile) -> bool:
-    """Return whether a file of `tree` is the expected one; a wrong one is deleted."""
+    """Return whether `tree` has the expected file with the expected size and hash; a wrong one is
+    deleted.
+    """
     try:
         check_file(tree / expected.name, expected)
     except FileNotFoundError:
@@ -221,22 +229,22 @@ def _has_right_file(tree: Path, expected: ExpectedFile) -> bool:
 
 
 def _make_bar_class(meter: TransferMeter) -> type[Any]:
-    """Return a tqdm class for the hub's library that shows nothing and adds the bytes received to
-    `meter`.
+    """Return a subclass of huggingface_hub's tqdm that is never drawn and adds the bytes received
+    to `meter`; it is passed to the library as `tqdm_class`.
     """
     from huggingface_hub import utils
 
     tqdm: Any = getattr(utils, "tqdm")  # noqa: B009  exported, though not in the way that a type checker knows
 
     class MeterBar(tqdm):  # type: ignore[misc]
-        """A progress bar that is never drawn and counts bytes."""
+        """A progress bar that is never drawn; `update` counts bytes in the meter."""
 
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             """Create a disabled tqdm bar, whatever the caller asks for."""
             super().__init__(*arguments, **{**settings, "disable": True})
 
         def update(self, n: float | None = 1) -> bool | None:
-            """Add received bytes to the meter."""
+            """Add `n` received bytes to the meter (None: 0). Returns None."""
             meter.add(int(n or 0))
             return None
 
@@ -252,11 +260,12 @@ def _make_bar_class(meter: TransferMeter) -> type[Any]:
 
 
 def _ask_hub(source: CatalogSource, ask: Callable[[], Any]) -> Any:
-    """Call a function that uses the hub's library and return its result; turn the library's errors
-    into one line.
+    """Call `ask`, which uses huggingface_hub, and return its result; turn the library's errors into
+    errors of one line.
 
-    RequestError for what the user can mend (gated model, unknown model or revision, bad id),
-    DownloadError for a wrong file or a failed transfer.
+    Raises RequestError for what the user can mend (gated or unknown model, unknown revision, bad
+    id); DownloadError for a MismatchError, and for network errors, OSError and RuntimeError. Others
+    pass through, such as NoSpaceError.
     """
     from huggingface_hub import errors
 
@@ -281,22 +290,25 @@ def _ask_hub(source: CatalogSource, ask: Callable[[], Any]) -> Any:
             " hf auth login"
         ) from error
     except errors.HFValidationError as error:
-        raise RequestError(f"{source.hub!r} is no id of a model: {error}") from error
+        raise RequestError(f"{source.hub!r} is not the id of a model: {error}") from error
     except MismatchError as error:
         raise DownloadError(f"{source.hub}: {error}; run the same command again") from error
     except (network_error, OSError, RuntimeError) as error:  # RuntimeError comes from hf_xet
         first = " ".join(str(error).split())[:300] or type(error).__name__
         raise DownloadError(
-            f"{source.hub}: {first}; run the same command again: files that are whole stay"
+            f"{source.hub}: {first}; run the same command again: complete files are kept"
         ) from error
 
 
 def _copy_model(
     store: SourceStore, source: CatalogSource, folder: Path, tree: Path, time: str
 ) -> StoredSource:
-    """Copy a model from a local folder (or its subfolder named like the model) into the store. Its
-    files are not checked against anything. Raises RequestError if there is no config.json or no
-    weights.
+    """Copy a model's files (`choose_files`) from a local folder to `tree`, publish that in the
+    store and return it. Their content is not checked against anything.
+
+    The model's folder is the first that has a config.json: `folder`'s OWNER--NAME, NAME or
+    subfolder named like the source, else `folder` itself. Raises RequestError if there is none or
+    it has no weights, NoSpaceError if the disk is full.
     """
     folders = (
         folder / source.hub.replace("/", "--"),
@@ -309,7 +321,8 @@ def _copy_model(
     )
     if model_folder is None:
         raise RequestError(
-            f"--from {folder}: no config.json in it, nor in {folders[0].name}/ or {folders[1].name}/"
+            f"--from {folder}: no config.json in it, nor in {folders[0].name}/ or"
+            f" {folders[1].name}/"
             " below it"
         )
     names = choose_files(path.name for path in model_folder.iterdir() if path.is_file())

@@ -28,7 +28,9 @@ Table = TypeVar("Table", bound=FrozenModel)
 
 
 class ManifestFile(FrozenModel):
-    """A file in a source's folder, by its path relative to the folder."""
+    """A file in a source's folder: its path relative to that folder, and its size. Hashes are only
+    those of the downloads (`DownloadedFile`).
+    """
 
     path: str
     size_bytes: int
@@ -40,7 +42,9 @@ CheckedBy = Literal["table", "pins", "hub", "first use", "nothing"]
 
 
 class DownloadedFile(FrozenModel):
-    """A file as it was downloaded (an archive before unpacking), and what it was checked by."""
+    """A file as it was downloaded or copied (an archive before unpacking): name, address (file: if
+    copied), size, SHA-256, and what it was checked by.
+    """
 
     name: str
     url: str
@@ -50,8 +54,8 @@ class DownloadedFile(FrozenModel):
 
 
 class SourceManifest(FrozenModel):
-    """The JSON file `.steelyard` in a source's folder: what the folder holds, and where that came
-    from.
+    """The JSON file `.steelyard` in a source's folder: name, licence and time of fetching, the
+    downloads it came from, and all files it holds with their sizes.
     """
 
     version: int = 1
@@ -69,8 +73,9 @@ class SourceManifest(FrozenModel):
 
 
 class Pin(FrozenModel):
-    """The hash of a file, or the revision of a hub model, as it was at its first download; later
-    downloads must equal it.
+    """What a file, or the revision of a hub model, was at its first download, with address and
+    time; later downloads must equal it. A file's pin has size and SHA-256, a model's only the
+    revision.
     """
 
     url: str
@@ -89,7 +94,7 @@ class PinFile(FrozenModel):
 
 @dataclass(frozen=True)
 class StoredSource:
-    """A source that is complete in the store: its folder and its manifest."""
+    """A source that is complete in the store: its folder (`path`) and its manifest."""
 
     path: Path
     manifest: SourceManifest
@@ -97,7 +102,10 @@ class StoredSource:
 
 @dataclass(frozen=True)
 class SourceStore:
-    """The folder of all fetched sources of one kind, data or weights."""
+    """The folder of all fetched sources of one kind, data or weights: one folder per source, and
+    the lock file with pins. `find` and `list_names` read it; `lock_source`, `publish` and
+    `add_pins` are for fetching. The folder must exist to fetch.
+    """
 
     folder: Path
 
@@ -108,14 +116,14 @@ class SourceStore:
         return self.folder / make_folder_name(name)
 
     def working_folder(self, name: str) -> Path:
-        """Return the hidden folder in which a source is while it is fetched, whether it exists or
-        not.
+        """Return the hidden folder `.NAME.part` in which a source is while it is fetched, whether
+        it exists or not. Raises RequestError if the name is invalid.
         """
         return self.folder / f".{make_folder_name(name)}{files.PART_SUFFIX}"
 
     def find(self, name: str) -> StoredSource | None:
-        """Return a source if it is in the store with all files of its manifest at their sizes
-        (contents are not read); else None.
+        """Return a source of the store if its manifest is readable and all files of it exist at
+        their sizes (contents are not read); else None. Raises RequestError if the name is invalid.
         """
         path = self.source_folder(name)
         manifest = _read_model(path / MANIFEST_NAME, SourceManifest)
@@ -129,7 +137,9 @@ class SourceStore:
         return StoredSource(path, manifest)
 
     def list_names(self) -> list[str]:
-        """Return the names of all sources with a readable manifest, complete or not."""
+        """Return the names of all sources in the store whose manifest is readable, complete or not,
+        in the order of their folders' names; empty if the store does not exist.
+        """
         if not self.folder.is_dir():
             return []
         manifests = (
@@ -140,7 +150,9 @@ class SourceStore:
         return [manifest.name for manifest in manifests if manifest is not None]
 
     def count_partial_bytes(self, name: str) -> int:
-        """Return how many bytes of a source's unfinished download are on disk, 0 if none."""
+        """Return how many bytes an unfinished download of a source has left in its working folder,
+        0 if there is none. Raises RequestError if the name is invalid.
+        """
         working = self.working_folder(name)
         return (
             sum(path.stat().st_size for path in working.rglob("*") if path.is_file())
@@ -150,8 +162,9 @@ class SourceStore:
 
     @contextmanager
     def lock_source(self, name: str, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Hold the lock of a source (a file lock, which the kernel releases when the process ends).
-        If another process holds it, call `on_wait` once and wait.
+        """As a context manager, hold the lock of a source: a file lock on `.NAME.lock` in the
+        store, which the kernel releases if the process dies. If another process holds it, call
+        `on_wait` once and wait without limit. The lock's file is created and stays.
         """
         with (self.folder / f".{make_folder_name(name)}.lock").open("w") as file:
             try:
@@ -170,11 +183,12 @@ class SourceStore:
         downloads: Iterable[DownloadedFile],
         revision: str | None = None,
     ) -> StoredSource:
-        """Write the manifest into a complete folder and rename it to the source's place, replacing
-        an older one; delete the working folder and return the source.
+        """Write the manifest into the complete folder `tree` and rename it to the source's folder;
+        return the stored source.
 
-        `tree` must be on the same disk; `time` is written into the manifest, and `revision` for
-        models of the hub.
+        An older folder of the source is replaced, and the working folder deleted. `tree` must be on
+        the same disk; all files in it are listed with their sizes. `time` and `downloads` are
+        written into the manifest, as is `revision`, the commit of a hub model.
         """
         paths = sorted(
             path for path in tree.rglob("*") if path.is_file() and path.name != MANIFEST_NAME
@@ -203,26 +217,27 @@ class SourceStore:
 
     @property
     def pins_path(self) -> Path:
-        """The path of the lock file."""
+        """The path of the store's lock file, `pins.json`."""
         return self.folder / PINS_NAME
 
     def read_pins(self) -> dict[str, Pin]:
-        """Return the pins of the lock file; none if there is no file. Raises RequestError if it is
-        malformed.
+        """Return the pins of the store's lock file by `SOURCE/FILE` or hub id; empty if there is no
+        such file. Raises RequestError if it cannot be read or is malformed.
         """
         if not self.pins_path.exists():
             return {}
         pin_file = _read_model(self.pins_path, PinFile)
         if pin_file is None:
             raise RequestError(
-                f"{self.pins_path}: not a lock file of Steelyard; bring it back, or remove it to"
-                " pin anew"
+                f"{self.pins_path}: not a lock file of Steelyard; restore it, or remove it to pin"
+                " the files again"
             )
         return pin_file.pins
 
     def add_pins(self, new_pins: dict[str, Pin]) -> None:
-        """Add pins to the lock file, under a lock because other processes may add too. No pins, no
-        write.
+        """Add pins to the store's lock file, replacing those of the same keys; with no pins nothing
+        is written. Holds a lock, because other processes may add too. Raises RequestError if the
+        lock file is malformed.
         """
         if new_pins:
             with self.lock_source("pins", lambda: None):
@@ -233,9 +248,9 @@ class SourceStore:
 
 
 def make_folder_name(name: str) -> str:
-    """Return the folder name of a source; the slash of a model's id becomes "--". Raises
-    RequestError if it has other characters than letters, digits, '.', '_' and '-', begins with '.',
-    or is empty.
+    """Return the folder name of a source: its name with "--" for each slash. Raises RequestError if
+    that is empty, begins with '.', or has other characters than ASCII letters, digits, '.', '_' and
+    '-'.
     """
     text = name.replace("/", "--")
     if (
@@ -244,14 +259,17 @@ def make_folder_name(name: str) -> str:
         or not text
     ):
         raise RequestError(
-            f"{name!r} is no name of a source: letters, digits, '.', '_' and '-'; a model's id has"
+            f"{name!r} is not the name of a source: allowed are letters, digits, '.', '_' and '-';"
+            " a model's id has"
             " one slash"
         )
     return text
 
 
 def _read_model(path: Path, model_class: type[Table]) -> Table | None:
-    """Read a JSON file as a model; None if it is missing, too large or invalid."""
+    """Read a JSON file as a model; return None if it is missing, unreadable, larger than 16 MiB or
+    invalid.
+    """
     try:
         return model_class.model_validate(files.parse_json(files.read_file(path, MOST_BYTES)))
     except (OSError, ValueError, files.TooLargeError):

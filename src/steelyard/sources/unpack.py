@@ -34,11 +34,13 @@ ARCHIVE_ERRORS = (
 
 
 def unpack_archive(source: Path, folder: Path, top: str, most_bytes: int) -> None:
-    """Unpack an archive, and keep as `folder` the directory in it that holds the file `top` (the
-    least deep one).
+    """Unpack an archive, and keep as the new folder `folder` the directory in it that holds a file
+    named `top`: the least deep one, then the first by name. Everything outside that directory is
+    dropped.
 
-    Unpacks into a temporary folder beside it, which is deleted. Raises MismatchError if the archive
-    is malformed, unsafe, too large or has no `top`; NoSpaceError if the disk is full.
+    Unpacks into `FOLDER.whole` beside it, which is deleted in any case. Raises MismatchError if the
+    archive is malformed, unsafe, has more than `most_bytes` unpacked or no `top`; NoSpaceError if
+    the disk is full.
     """
     temporary = folder.with_name(f"{folder.name}.whole")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -56,15 +58,17 @@ def unpack_archive(source: Path, folder: Path, top: str, most_bytes: int) -> Non
 
 
 def _write_members(source: Path, folder: Path, most_bytes: int) -> None:
-    """Write all files of an archive into `folder`. Raises MismatchError for an unsafe or repeated
-    name (ignoring case), or more than `most_bytes` in all.
+    """Write all files of an archive into `folder`, making subfolders. Raises MismatchError for a
+    malformed archive, an unsafe name, a name that occurs twice (ignoring case) or as file and
+    folder, or more than `most_bytes` in all; NoSpaceError before a file for which the disk has no
+    room.
     """
     left_bytes, names = most_bytes, set()
     with _open_archive(source, most_bytes) as members:
         for name, size, content in members:
             path = folder / _check_member_name(name)
             if str(path).casefold() in names:
-                raise MismatchError(f"{name[:200]!r} stands in it twice")
+                raise MismatchError(f"{name[:200]!r} is in it twice")
             names.add(str(path).casefold())
             if size > left_bytes:
                 raise MismatchError(f"more than {most_bytes} bytes unpacked")
@@ -73,12 +77,13 @@ def _write_members(source: Path, folder: Path, most_bytes: int) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 left_bytes -= _write_member(content, path, left_bytes, most_bytes)
             except (FileExistsError, NotADirectoryError) as error:
-                raise MismatchError(f"{name[:200]!r} is a file and a folder in it") from error
+                raise MismatchError(f"{name[:200]!r} is both a file and a folder in it") from error
 
 
 def _write_member(content: IO[bytes], path: Path, left_bytes: int, most_bytes: int) -> int:
-    """Write one member to a new file, sync it and return its size. Raises MismatchError beyond
-    `left_bytes`, whatever size the archive's header says; `most_bytes` is only for the message.
+    """Write one member to the new file `path`, sync it and return its size in bytes. Raises
+    MismatchError beyond `left_bytes`, whatever size the archive's header says (`most_bytes` is only
+    for the message); FileExistsError if the file exists.
     """
     size = 0
     with path.open("xb") as target:
@@ -92,8 +97,9 @@ def _write_member(content: IO[bytes], path: Path, left_bytes: int, most_bytes: i
 
 
 def _check_member_name(name: str) -> PurePosixPath:
-    """Return a member's name as a relative path. Raises MismatchError if it could leave the folder
-    on any operating system, is unprintable, too long or too deep.
+    """Return a member's name as a relative path, without a leading "./". Raises MismatchError if it
+    could leave the folder on any operating system (absolute, "..", a backslash or colon), has an
+    empty or unprintable part, more than 1024 characters or more than 32 parts.
     """
     parts = name.removeprefix("./").split("/")
     unsafe = any(
@@ -101,14 +107,20 @@ def _check_member_name(name: str) -> PurePosixPath:
         for part in parts
     )
     if unsafe or len(name) > MAX_NAME_CHARACTERS or len(parts) > MAX_DEPTH:
-        raise MismatchError(f"a file named {name[:200]!r}, which is no plain path below a folder")
+        raise MismatchError(
+            f"a file named {name[:200]!r}, which is not a plain path inside a folder"
+        )
     return PurePosixPath(*parts)
 
 
 @contextmanager
 def _open_archive(source: Path, most_bytes: int) -> Iterator[Iterator[tuple[str, int, IO[bytes]]]]:
-    """Open a tar or zip and yield an iterator over (name, size, content) of its files. Errors of
-    the archive become MismatchError; errors of the disk stay OSError or NoSpaceError.
+    """As a context manager, open a zip (by its first bytes) or else a tar, plain or compressed, and
+    yield an iterator over (name, size, content) of its files.
+
+    Errors of the archive, also those met inside the `with` block, become MismatchError;
+    NoSpaceError and OSError of the disk pass through. A tar may have at most `most_bytes`, packed
+    and unpacked.
     """
     try:
         with files.open_regular(source) as file:
@@ -133,16 +145,17 @@ def _open_archive(source: Path, most_bytes: int) -> Iterator[Iterator[tuple[str,
 
 
 def _check_entry_count(number: int) -> None:
-    """Raise MismatchError if an archive has too many entries; folders count too, because each costs
-    memory.
+    """Raise MismatchError if `number` entries are more than `MAX_ENTRIES`; folders count too,
+    because each costs memory.
     """
     if number > MAX_ENTRIES:
         raise MismatchError(f"more than {MAX_ENTRIES} files and folders")
 
 
 def _iterate_zip(zip_file: zipfile.ZipFile) -> Iterator[tuple[str, int, IO[bytes]]]:
-    """Yield (name, size, content) of each file in a zip. Raises MismatchError for links, devices,
-    unsafe folder names, and too many entries.
+    """Yield (name, unpacked size, open content) of each file in a zip; a content is closed when the
+    next is taken. Folders are skipped after their names were checked. Raises MismatchError for
+    links, devices, unsafe folder names, and, before the first, for too many entries.
     """
     _check_entry_count(len(zip_file.infolist()))
     for info in zip_file.infolist():
@@ -157,8 +170,9 @@ def _iterate_zip(zip_file: zipfile.ZipFile) -> Iterator[tuple[str, int, IO[bytes
 
 
 def _iterate_tar(tar: tarfile.TarFile) -> Iterator[tuple[str, int, IO[bytes]]]:
-    """Yield (name, size, content) of each file in a tar. Raises MismatchError for links, devices,
-    unsafe folder names, and too many entries.
+    """Yield (name, size, open content) of each file in a tar; a content is closed when the next is
+    taken. Folders are skipped after their names were checked. Raises MismatchError for links,
+    devices and unsafe folder names, and when the entries become too many.
     """
     for number, member in enumerate(tar, 1):
         _check_entry_count(number)
