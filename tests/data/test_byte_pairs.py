@@ -149,7 +149,7 @@ def change_ids(**changes: Any) -> dict[str, Any]:
             "not a vocabulary; allowed: a table of pieces and their ids, which are integers",
         ),
         ({}, "no piece '!'; a byte-level vocabulary has one for each of the 256 bytes"),
-        (change_ids(x=300, ab=300), "'x' and 'ab' have the id 300; an id is one piece's"),
+        (change_ids(x=300, ab=300), "'x' and 'ab' have the id 300; each id belongs to one piece"),
         (change_ids(ab=300), "no piece has the id 256; the ids of 259 pieces are 0 to 258"),
         (change_ids(ab=-1), "no piece has the id 256; the ids of 259 pieces are 0 to 258"),
     ],
@@ -164,7 +164,7 @@ def test_an_invalid_vocabulary_is_refused(pieces: Any, reason: str, tmp_path: Pa
     ("content", "reason"),
     [
         (b"", "not JSON: Expecting value: line 1 column 1 (char 0)"),
-        (b'{"a": 0, "a": 1}', "not JSON: a key stands twice"),
+        (b'{"a": 0, "a": 1}', "not JSON: a key is repeated"),
         (b'{"a": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
         (
             b"\xff",

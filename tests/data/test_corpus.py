@@ -229,15 +229,15 @@ TOO_SHORT_LENS = format_npy(LENS).replace(b"(4,), }", b"(9,), }")
         ),
         (
             format_npz(lens=format_npy(np.array([7, -1])), docs=format_npy(DOCS)),
-            "lens holds -1; allowed: 1 to 6",
+            "a sentence has the length -1; allowed: 1 to 6",
         ),
         (
             format_npz(lens=format_npy(np.array([6, 0])), docs=format_npy(DOCS)),
-            "lens holds 0; allowed: 1 to 6",
+            "a sentence has the length 0; allowed: 1 to 6",
         ),
         (
             format_npz(lens=format_npy(np.array([1 << 62] * 4)), docs=format_npy(DOCS)),
-            "lens holds 4611686018427387904; allowed: 1 to 6",
+            "a sentence has the length 4611686018427387904; allowed: 1 to 6",
         ),
         (
             format_npz(lens=format_npy(np.array([2, 2, 1])), docs=format_npy(DOCS)),

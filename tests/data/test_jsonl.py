@@ -60,8 +60,8 @@ def test_limits_of_line_and_file_size(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         (b"1\n\n", "line 2 is not JSON in UTF-8: Expecting value (column 1); a line is 1"),
-        (b"NaN", "line 1 is not JSON in UTF-8: NaN is no number; a line is 1"),
-        (b'{"a": 1, "a": 1}', "line 1 is not JSON in UTF-8: a key stands twice; a line is 1"),
+        (b"NaN", "line 1 is not JSON in UTF-8: NaN is not allowed in JSON; a line is 1"),
+        (b'{"a": 1, "a": 1}', "line 1 is not JSON in UTF-8: a key is repeated; a line is 1"),
         (gzip.compress(b"1", mtime=0)[:-9], f"cannot be read: {GZIP_ENDED_EARLY}"),
         (b"\x1f\x8bnot gzip", "cannot be read: Unknown compression method"),
     ],

@@ -303,7 +303,7 @@ def test_pack_and_inspect_from_the_command_line(run: RunCommand, tmp_path: Path)
     assert (code, stderr) == (0, "")
     assert stdout.splitlines()[:5] == [
         "documents    3",
-        "skipped      1 without a word",
+        "skipped      1 empty document(s)",
         f"tokens       {tokens}",
         f"fingerprint  {digest}",
         f"files        c_ids.npy  {128 + 2 * tokens} bytes",
@@ -326,7 +326,7 @@ def test_pack_and_inspect_from_the_command_line(run: RunCommand, tmp_path: Path)
     code, stdout, stderr = run("inspect", "c", "--tokenizer", "any")
     assert (code, stderr) == (0, "")
     inspected = dict(line.split("  ", 1) for line in stdout.splitlines())
-    assert inspected["tokenizer"].strip() == "made: every id is below its 512"
+    assert inspected["tokenizer"].strip() == "made: every id is below its vocabulary size 512"
     assert [line.split()[0] for line in stdout.splitlines()[6:9]] == ["train", "valid", "test"]
     code, stdout, stderr = run("inspect", "c_ids.npy", "--json")
     assert (code, stderr) == (0, "")

@@ -197,9 +197,12 @@ VALID_ELEMENT = b'{"instruction": "a", "output": "b"}'
                 " continuation byte"
             ),
         ),
-        (b'[{"x": NaN}]', f"element 1 is not JSON: NaN is no number; {ELEMENT_FORMAT}"),
-        (b'[{"x": -Infinity}]', f"element 1 is not JSON: -Infinity is no number; {ELEMENT_FORMAT}"),
-        (b'[{"x": 1, "x": 1}]', f"element 1 is not JSON: a key stands twice; {ELEMENT_FORMAT}"),
+        (b'[{"x": NaN}]', f"element 1 is not JSON: NaN is not allowed in JSON; {ELEMENT_FORMAT}"),
+        (
+            b'[{"x": -Infinity}]',
+            f"element 1 is not JSON: -Infinity is not allowed in JSON; {ELEMENT_FORMAT}",
+        ),
+        (b'[{"x": 1, "x": 1}]', f"element 1 is not JSON: a key is repeated; {ELEMENT_FORMAT}"),
         (b"[" + VALID_ELEMENT + b", 5]", f"element 2 is 5; {ELEMENT_FORMAT}"),
         (b'[{"instruction": "a", "input": ""}]', f"element 1 has no output; {ELEMENT_FORMAT}"),
         (b'[{"output": "a", "input": ""}]', f"element 1 has no instruction; {ELEMENT_FORMAT}"),
@@ -222,7 +225,7 @@ VALID_ELEMENT = b'{"instruction": "a", "output": "b"}'
             f"line 4 is not JSON in UTF-8: Expecting ',' delimiter (column 21); {LINE_FORMAT}",
         ),
         (LINES + b'{"conversations": {}}', f"line 4 is {{'conversations': {{}}}}; {LINE_FORMAT}"),
-        (b'{"x": NaN}', f"line 1 is not JSON in UTF-8: NaN is no number; {LINE_FORMAT}"),
+        (b'{"x": NaN}', f"line 1 is not JSON in UTF-8: NaN is not allowed in JSON; {LINE_FORMAT}"),
         (
             b'{"x": "\xe9"}',
             "line 1 is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 7:"

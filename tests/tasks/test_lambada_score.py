@@ -201,7 +201,7 @@ MUST_BE_LISTS = "the engine's outputs must be lists: items, nll, last_nll, hit"
 MUST_BE_INTEGERS = "the engine's outputs must be lists of integers: items, hit"
 MUST_BE_FLOATS = "the engine's outputs must be lists of floats (or None): nll, last_nll"
 MUST_HAVE_ONE_LENGTH = "the engine's outputs must be lists of one length"
-OUT_OF_RANGE = "the engine's outputs name a passage beyond 0 to 3, or a hit that is not 0 or 1"
+OUT_OF_RANGE = "the engine's outputs name a passage outside 0 to 3, or a hit that is not 0 or 1"
 
 
 @pytest.mark.parametrize(

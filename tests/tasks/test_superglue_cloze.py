@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from fixtures.cloze import END, SHORT_SAMPLE, START
 from fixtures.golden import golden
-from steelyard.data import cloze_samples, tokenizer
+from steelyard.data import cloze_samples, counting, tokenizer
 from steelyard.data.cloze_samples import ClozeDataset, ClozePack, ClozeSample
 from steelyard.data.tokenizer import WordPieces
 from steelyard.errors import RequestError
@@ -215,9 +216,9 @@ def test_samples_of_several_lengths_are_packed_end_to_end(
 
 
 def test_a_pack_without_samples_is_refused() -> None:
-    with pytest.raises(ValueError, match="a pack of no samples"):
+    with pytest.raises(ValueError, match="no samples to pack"):
         cloze_samples.pack_samples([], "open", START, END)
-    with pytest.raises(ValueError, match="a pack of no samples"):
+    with pytest.raises(ValueError, match="no samples to pack"):
         ClozeDataset([SHORT_SAMPLE], [SHORT_SAMPLE], "open", 1, 0, START, END).pack(
             [], held_out=False
         )
@@ -417,3 +418,12 @@ def test_a_fingerprint_depends_on_texts_split_and_vocabulary() -> None:
         ),
     ]
     assert len({fingerprint, *changed}) == len(changed) + 1
+
+
+def test_an_unknown_division_is_refused() -> None:
+    expected = "division 'opened' is not known; allowed: closed, open"
+    division: Any = "opened"
+    with pytest.raises(ValueError, match=expected):
+        cloze_samples.pack_samples([SHORT_SAMPLE], division, START, END)
+    with pytest.raises(ValueError, match=expected):
+        counting.make_text_counter(SimpleNamespace(rows=[[1]], groups=[0]), division, None)  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def test_more_entities_than_names_are_refused() -> None:
     with pytest.raises(RequestError) as error:
         generated.generate_queries(GeneratedClozeConfig(queries=2, held_out=1, entities=13))
     assert (
-        str(error.value) == "question.data.made.entities=13; allowed: 2 to 12, the names there are"
+        str(error.value) == "question.data.made.entities=13; allowed: 2 to 12, the number of names"
     )
 
 

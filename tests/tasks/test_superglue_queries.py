@@ -277,8 +277,8 @@ def test_an_answer_that_is_not_an_entity_is_read(tmp_path: Path) -> None:
             b'{"passage": "Oslo \xe9"}',
             "'utf-8' codec can't decode byte 0xe9 in position 18: invalid continuation byte",
         ),
-        (b'{"idx": 1, "idx": 1}', "a key stands twice"),
-        (b'{"idx": NaN}', "NaN is no number"),
+        (b'{"idx": 1, "idx": 1}', "a key is repeated"),
+        (b'{"idx": NaN}', "NaN is not allowed in JSON"),
         (
             b'{"idx": ' + b"9" * 5000 + b"}",
             "Exceeds the limit (4300 digits) for integer string conversion",

@@ -256,7 +256,7 @@ MUST_BE_PASS_OUTPUTS = (
 MUST_BE_EVALUATIONS = "the engine's outputs must be tables as evaluations: choices, samples, step"
 MUST_BE_PAIRS = "the engine's outputs must be a list of pairs of integers: choices of an evaluation"
 OUT_OF_RANGE = (
-    "the engine's outputs name a question beyond 0 to 3, or a candidate that it does not have"
+    "the engine's outputs name a question outside 0 to 3, or a candidate that it does not have"
 )
 MUST_BE_STOP = "the engine's outputs must be None or a table with a step: stopped"
 

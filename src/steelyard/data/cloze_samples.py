@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steelyard.data.division import Division
+from steelyard.data.division import Division, check_division
 from steelyard.data.seeded_draws import draw_step_batch
 from steelyard.data.training_rows import Ids
 from steelyard.errors import RequestError
@@ -23,8 +23,9 @@ from steelyard.errors import RequestError
 
 @dataclass(frozen=True)
 class ClozeSample:
-    """One tokenized cloze sample: a context with one [MASK], the candidates for it, and which of
-    them are right.
+    """One tokenized cloze sample: a context with one [MASK], the candidates for it as token ids and
+    as `texts`, which of them are right, and the texts of the answers (evaluation: also those that
+    are no candidate).
     """
 
     context: tuple[int, ...]
@@ -39,7 +40,11 @@ class ClozeSample:
 @dataclass(frozen=True)
 class ClozePack:
     """Cloze samples computed in one forward, laid end to end: all contexts, then all candidate
-    spans, both in the order of the samples.
+    spans, both in the order of the samples. Made by `pack_samples`.
+
+    `tokens`, `positions` and `blocks` (GLM's block positions) have one entry per token. In division
+    closed `contexts` has one entry per candidate, in open one per sample. `counts` has
+    `COUNT_NAMES` and `padded`.
     """
 
     tokens: Ids
@@ -57,14 +62,17 @@ class ClozePack:
 def pack_samples(
     samples: list[ClozeSample], division: Division, start_token: int, end_token: int
 ) -> ClozePack:
-    """Lay samples end to end for one forward. Raises ValueError if there are none.
+    """Lay cloze samples end to end for one forward. Raises ValueError if there are none,
+    or the division is unknown.
 
     In division closed the context is repeated for each candidate. `start_token` and `end_token` are
-    the ids of start-of-piece and end-of-piece. The counts treat a context as fully visible to
-    itself and a span as causal.
+    the ids of start-of-piece and end-of-piece. In the counts, `logits` are the tokens of the spans,
+    `pairs` the visible query-key pairs (a context sees itself whole, a span its context and itself
+    causally), `square` the same without the causal mask; `padded` is 0.
     """
+    check_division(division)
     if not samples:
-        raise ValueError("a pack of no samples")
+        raise ValueError("no samples to pack")
     # each sample with the number of its contexts
     repeats = [
         (sample, len(sample.candidates) if division == "closed" else 1) for sample in samples
@@ -115,11 +123,12 @@ def pack_samples(
 
 
 class ClozeDataset:
-    """The samples to train on, in global batches over endless shuffled epochs, and the samples to
-    evaluate.
+    """The cloze samples to train on, in global batches over endless shuffled epochs, and the
+    samples to evaluate.
 
-    Samples are named by their index in the training or in the evaluation set; `held_out` True means
-    the evaluation set. `start_token` and `end_token` are the ids of start-of-piece and
+    A sample's key is its index in the training or in the evaluation set; `held_out` True means the
+    evaluation set. `batch` and `held_out` return keys, `pack` lays samples out for a forward.
+    `batch_size` counts samples; `start_token` and `end_token` are the ids of start-of-piece and
     end-of-piece.
     """
 
@@ -133,7 +142,9 @@ class ClozeDataset:
         start_token: int,
         end_token: int,
     ) -> None:
-        """Raises RequestError if there are no training samples or the global batch is below 1."""
+        """Keep the samples and settings of a cloze data set. Raises RequestError if there are no
+        training samples or the global batch is below 1; there may be no evaluation samples.
+        """
         if not train_samples:
             raise RequestError("no samples to train on; allowed: 1 or more")
         if batch_size < 1:
@@ -147,10 +158,10 @@ class ClozeDataset:
 
     def batch(self, step: int) -> list[int]:
         """Return the indices of the training samples in the global batch of a step (counted from
-        0), longest first.
+        0), those with most tokens first.
 
-        The batch is the same for every parallel plan. Each epoch is its own permutation of all
-        training samples.
+        The batch is the same for every parallel plan. Each epoch is its own seeded permutation of
+        all training samples; a batch may span two.
         """
         count = len(self._samples[False])
         return self._sort_by_size(
@@ -158,15 +169,19 @@ class ClozeDataset:
         )
 
     def held_out(self) -> list[int]:
-        """Return the indices of all evaluation samples, longest first."""
+        """Return the indices of all evaluation samples, those with most tokens first."""
         return self._sort_by_size(range(len(self._samples[True])), held_out=True)
 
     def _sort_by_size(self, keys: Iterable[int], held_out: bool) -> list[int]:
-        """Sort sample indices by token count, longest first, then by index."""
+        """Return sample indices sorted by token count in this division, highest first, then by
+        index.
+        """
         return sorted(keys, key=lambda key: (-self.count_tokens(key, held_out), key))
 
     def pack(self, keys: list[int], held_out: bool) -> ClozePack:
-        """Lay the samples with these indices end to end for one forward."""
+        """Lay the cloze samples with these indices end to end for one forward, in this order and
+        the data set's division. Raises ValueError if there are none.
+        """
         return pack_samples(
             [self.sample(key, held_out) for key in keys],
             self.division,
@@ -175,12 +190,15 @@ class ClozeDataset:
         )
 
     def sample(self, key: int, held_out: bool) -> ClozeSample:
-        """Return one sample of the training set, or of the evaluation set if `held_out`."""
+        """Return the cloze sample with this index in the training set, or in the evaluation set if
+        `held_out`.
+        """
         return self._samples[held_out][key]
 
     def count_tokens(self, key: int, held_out: bool) -> int:
-        """Return the number of tokens that a sample is computed with in this division: all
-        candidate spans and one context, or in closed one context per candidate.
+        """Return the number of tokens that a cloze sample is computed with in this division: all
+        candidate spans, each with its start token, and one context, or in closed one context per
+        candidate.
         """
         sample = self.sample(key, held_out)
         spans = sum(len(piece) + 1 for piece in sample.candidates)

@@ -34,13 +34,13 @@ MAX_INDEX_BYTES = 4 << 30
 MAX_HEADER_BYTES = 10_000  # of a .npy header; numpy refuses longer ones too
 CHUNK_TOKENS = 16 << 20  # 64 MiB of int32
 MIN_DOCUMENTS = 3  # documents: one to train on, one to validate, one to test
-PACK_AGAIN = "make the pair anew with steelyard data pack"
+PACK_AGAIN = "make both files again with steelyard data pack"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of all documents end to end. Those of a file are memory-mapped, and read only when
-    they are used.
+    """The tokens of all documents end to end, from a pair of token files or generated. Those of a
+    file are memory-mapped, and read only when they are used.
     """
 
     ids: NDArray[Any]
@@ -50,10 +50,11 @@ class Corpus:
 
 def open_corpus(source: Path) -> Corpus:
     """Open a pair of token files by its prefix (`folder/name`), by one of the two files, or by a
-    folder that holds exactly one pair.
+    folder that holds exactly one pair; return it as a corpus named like the prefix.
 
     The index is read and checked, tokens are memory-mapped and not read. Raises RequestError if a
-    file is missing, unreadable or of another type, or if the two files do not belong together.
+    file is missing, unreadable, malformed or of another type, or if the two files do not belong
+    together.
     """
     prefix, tokens, index = _find_pair(source)
     ids = _map_tokens(tokens)
@@ -76,8 +77,8 @@ def check_token_files(source: Path) -> None:
 
 
 def _find_pair(source: Path) -> tuple[Path, Path, Path]:
-    """Return the prefix, the token file and the index file of a pair. Raises RequestError if one of
-    the files is missing.
+    """Return the prefix, the token file and the index file of a pair; for `source` see
+    `_find_prefix`. Raises RequestError if no pair is found, or one of its files is missing.
     """
     prefix = _find_prefix(source)
     tokens, index = Path(f"{prefix}{IDS_SUFFIX}"), Path(f"{prefix}{INDEX_SUFFIX}")
@@ -90,8 +91,9 @@ def _find_pair(source: Path) -> tuple[Path, Path, Path]:
 
 
 def _find_prefix(source: Path) -> Path:
-    """Return the prefix of a pair, given the prefix, one of its files or the folder of exactly one
-    pair. Raises RequestError if there is none, or more than one.
+    """Return the prefix of a pair of token files, given the prefix, one of the files, or a folder
+    with exactly one pair; one of the two files is enough. Raises RequestError if the path does not
+    exist, is another file, or is a folder of no pair or several.
     """
     if any(Path(f"{source}{suffix}").is_file() for suffix in (IDS_SUFFIX, INDEX_SUFFIX)):
         return source
@@ -100,12 +102,14 @@ def _find_prefix(source: Path) -> Path:
             if source.name.endswith(suffix):
                 return source.with_name(source.name.removesuffix(suffix))
         raise RequestError(
-            f"{source}: not a token file; allowed: NAME{IDS_SUFFIX} or NAME{INDEX_SUFFIX}; make them with steelyard"
+            f"{source}: not a token file; allowed: NAME{IDS_SUFFIX} or NAME{INDEX_SUFFIX}; make"
+            " them with steelyard"
             " data pack"
         )
     if not source.is_dir():
         raise RequestError(
-            f"data {str(source)!r} does not exist; give the prefix or the folder of NAME{IDS_SUFFIX} and"
+            f"data {str(source)!r} does not exist; give the prefix or the folder of"
+            f" NAME{IDS_SUFFIX} and"
             f" NAME{INDEX_SUFFIX}"
         )
     names = sorted(
@@ -118,7 +122,8 @@ def _find_prefix(source: Path) -> Path:
     )
     if not names:
         raise RequestError(
-            f"{source}: no *{IDS_SUFFIX} in it; give the folder of a pair, or make one with steelyard data"
+            f"{source}: no *{IDS_SUFFIX} in it; give the folder of a pair, or make one with"
+            " steelyard data"
             " pack"
         )
     if len(names) > 1:
@@ -130,8 +135,9 @@ def _find_prefix(source: Path) -> Path:
 
 
 def _map_tokens(path: Path) -> NDArray[Any]:
-    """Return the tokens of a .npy file as a read-only memory map. Raises RequestError if it is
-    unreadable, empty, has another size than its header says, or a type that is not in `DTYPES`.
+    """Return the tokens of a .npy file as a read-only memory map of one dimension, in the file's
+    own integer type. Raises RequestError if it is unreadable, no such array, empty, of another size
+    than its header says, or of a type that is not in `DTYPES`.
     """
     try:
         with files.open_regular(path) as file:
@@ -147,7 +153,8 @@ def _map_tokens(path: Path) -> NDArray[Any]:
     if size != offset + count * dtype.itemsize:
         expected_size = offset + count * dtype.itemsize
         raise RequestError(
-            f"{path}: {size} bytes instead of {expected_size} for {count} tokens; copy it again, or {PACK_AGAIN}"
+            f"{path}: {size} bytes instead of {expected_size} for {count} tokens; copy it again,"
+            f" or {PACK_AGAIN}"
         )
     if not count:
         raise RequestError(f"{path}: no tokens; {PACK_AGAIN}")
@@ -155,9 +162,10 @@ def _map_tokens(path: Path) -> NDArray[Any]:
 
 
 def _read_header(file: IO[bytes], location: str) -> tuple[int, np.dtype[Any]]:
-    """Read the header of a .npy file of integers in one dimension, and return its length and type;
-    the file is left at the first element. Raises RequestError, which begins with `location`, for
-    anything else. Nothing is allocated for the array.
+    """Read the header of a .npy file of integers in one dimension, and return (number of elements,
+    dtype); the file is left at the first element. Raises RequestError, which begins with
+    `location`, for anything else, and for versions but 1.0 and 2.0. Nothing is allocated for the
+    array.
     """
     try:
         version = np.lib.format.read_magic(file)
@@ -180,15 +188,17 @@ def _read_header(file: IO[bytes], location: str) -> tuple[int, np.dtype[Any]]:
         ) from error
     if dtype.kind not in "iu" or len(shape) != 1 or shape[0] < 0:
         raise RequestError(
-            f"{location}: {dtype} of shape {shape}; allowed: integers in one dimension; {PACK_AGAIN}"
+            f"{location}: {dtype} of shape {shape}; allowed: integers in one dimension;"
+            f" {PACK_AGAIN}"
         )
     return int(shape[0]), dtype
 
 
 def _read_array_header(file: IO[bytes], short: bool) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read a .npy header (shape, Fortran order, type) with numpy, after its length was checked:
-    ValueError beyond `MAX_HEADER_BYTES`. `short` means format 1.0, whose length field has two
-    bytes.
+    """Read the rest of a .npy header behind its version with numpy, and return (shape, Fortran
+    order, dtype); numpy's warnings are suppressed. `short` means format 1.0, whose length field has
+    two bytes instead of four. Raises ValueError beyond `MAX_HEADER_BYTES`, and whatever numpy
+    raises.
     """
     length = file.read(2 if short else 4)
     size = int.from_bytes(length, "little")
@@ -204,8 +214,9 @@ def _read_array_header(file: IO[bytes], short: bool) -> tuple[tuple[int, ...], b
 
 
 def _read_index(path: Path, tokens: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Read `lens` and `docs` of an index file. Raises RequestError if it cannot be read, or has
-    more entries than `tokens` tokens allow.
+    """Read an index file and return its arrays (`lens`, `docs`), not yet compared with each other.
+    Raises RequestError if it cannot be read, or `lens` has more than `tokens` entries or `docs`
+    more than `tokens` + 1.
     """
     with _open_index(path) as (archive, lens, docs):
         return _read_member(archive, lens, path, tokens), _read_member(
@@ -217,10 +228,11 @@ def _read_index(path: Path, tokens: int) -> tuple[NDArray[Any], NDArray[Any]]:
 def _open_index(
     path: Path,
 ) -> Iterator[tuple[zipfile.ZipFile, zipfile.ZipInfo, zipfile.ZipInfo]]:
-    """Open an index file and yield the zip archive with its members `lens` and `docs`, unread.
+    """As a context manager, open an index file (.npz) and yield (zip archive, member `lens`, member
+    `docs`), unread.
 
-    Raises RequestError if a member is missing, both are too large, or the archive cannot be read;
-    that includes read errors inside the `with` block.
+    Raises RequestError if a member is missing, the two have more than 4 GiB together, or the
+    archive cannot be read; that includes read errors inside the `with` block.
     """
     try:
         with files.open_regular(path) as raw, zipfile.ZipFile(raw) as archive:
@@ -255,9 +267,10 @@ def _open_index(
 def _read_member(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, max_entries: int
 ) -> NDArray[Any]:
-    """Read one integer array of the index. Raises RequestError if it has more than `max_entries`
-    entries, or its header disagrees with the zip directory's size; both are checked before
-    unpacking.
+    """Read one array of the index and return it, read-only. Raises RequestError if it is not an
+    integer array of one dimension, has more than `max_entries` entries, or its header disagrees
+    with the size in the zip's directory; all this is checked before unpacking. `path` is for
+    messages.
     """
     location = f"{path}: {info.filename}"
     with archive.open(info) as file:
@@ -265,15 +278,17 @@ def _read_member(
         # The header must agree with the zip's directory; checked before anything is unpacked.
         if count > max_entries or info.file_size != file.tell() + count * dtype.itemsize:
             raise RequestError(
-                f"{location}: {count} {dtype} in {info.file_size} bytes; allowed: at most {max_entries},"
+                f"{location}: {count} {dtype} in {info.file_size} bytes; allowed: at most"
+                f" {max_entries},"
                 f" whole; {PACK_AGAIN}"
             )
         return np.frombuffer(file.read(), dtype=dtype)
 
 
 def _check_index(path: Path, lens: NDArray[Any], docs: NDArray[Any], tokens: int) -> None:
-    """Raise RequestError unless sentence lengths are 1 or more and add up to `tokens`, and document
-    boundaries increase strictly from 0 to the number of sentences.
+    """Raise RequestError unless `lens` and `docs` have entries, the sentence lengths are 1 or more
+    and add up to `tokens`, and the document boundaries increase strictly from 0 to the number of
+    sentences. `path` is for messages.
     """
     if not len(lens) or not len(docs):
         raise RequestError(
@@ -282,7 +297,8 @@ def _check_index(path: Path, lens: NDArray[Any], docs: NDArray[Any], tokens: int
     low, high, total = int(lens.min()), int(lens.max()), int(lens.sum(dtype=np.int64))
     if low < 1 or high > tokens:
         raise RequestError(
-            f"{path}: lens holds {low if low < 1 else high}; allowed: 1 to {tokens}, all tokens;"
+            f"{path}: a sentence has the length {low if low < 1 else high}; allowed: 1 to"
+            f" {tokens}, all tokens;"
             f" {PACK_AGAIN}"
         )
     if total != tokens:
@@ -294,12 +310,15 @@ def _check_index(path: Path, lens: NDArray[Any], docs: NDArray[Any], tokens: int
     if ends != (0, len(lens)) or not bool((docs[1:] > docs[:-1]).all()):
         problem = f"docs goes from {ends[0]} to {ends[1]}"
         raise RequestError(
-            f"{path}: {problem}; allowed: increasing from 0 to {len(lens)}, all sentences; {PACK_AGAIN}"
+            f"{path}: {problem}; allowed: increasing from 0 to {len(lens)}, all sentences;"
+            f" {PACK_AGAIN}"
         )
 
 
 def iterate_chunks(corpus: Corpus) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Yield all tokens in chunks of `CHUNK_TOKENS`, each with the position of its first token."""
+    """Yield all tokens of a corpus as (position of the chunk's first token, chunk), in chunks of
+    `CHUNK_TOKENS`, the last one shorter.
+    """
     for begin in range(0, len(corpus.ids), CHUNK_TOKENS):
         yield begin, np.asarray(corpus.ids[begin : begin + CHUNK_TOKENS])
 
@@ -313,14 +332,15 @@ def check_ids(corpus: Corpus, vocab: int) -> None:
             offset = int(np.flatnonzero((chunk >= vocab) | (chunk < 0))[0])
             raise RequestError(
                 f"{getattr(corpus.ids, 'filename', None) or corpus.name}: token {begin + offset}"
-                f" (counted from 0) is {chunk[offset]}; allowed: 0 to {vocab - 1}, the vocabulary; pack"
+                f" (counted from 0) is {chunk[offset]}; allowed: 0 to {vocab - 1}, the vocabulary;"
+                " pack"
                 " the texts with the model's own tokenizer"
             )
 
 
 def fingerprint_corpus(corpus: Corpus, tokenizer_sha256: str | None) -> str:
-    """Return the SHA-256 (hex) of all tokens and document ends, whatever integer type stores them,
-    and of the tokenizer's hash if given. Reads all tokens.
+    """Return the SHA-256 (hex) of the tokenizer's hash, if given, all tokens as int32 and the
+    document ends as int64, so that the stored integer type does not matter. Reads all tokens.
     """
     digest = hashlib.sha256((tokenizer_sha256 or "").encode())
     for _, chunk in iterate_chunks(corpus):
@@ -338,7 +358,8 @@ def split_documents(documents: int) -> tuple[range, range, range]:
     """
     if documents < MIN_DOCUMENTS:
         raise RequestError(
-            f"{documents} documents; allowed: {MIN_DOCUMENTS} or more, for training, validation and test"
+            f"{documents} documents; allowed: {MIN_DOCUMENTS} or more, for training, validation"
+            " and test"
         )
     held_out = max(1, round(documents / 1000))
     train, valid = documents - 2 * held_out, documents - held_out
@@ -351,14 +372,15 @@ _DocumentPiece = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _DocumentStream:
-    """Documents in some order, laid end to end."""
+    """Documents laid end to end in some order; `order` has their numbers in the corpus."""
 
     order: Ids
     ends: Ids  # position in the stream behind each document's last token
 
 
 class CorpusRows:
-    """Rows of `length` tokens cut from the training documents; implements `TrainingRows`.
+    """Rows of `length` tokens cut from the training documents of a corpus; implements
+    `TrainingRows`.
 
     An epoch is all training documents, end to end, in an order drawn from (seed, epoch), and epochs
     follow each other without a gap. Row k is tokens k*length to (k+1)*length of that endless
@@ -375,7 +397,9 @@ class CorpusRows:
     def __init__(
         self, corpus: Corpus, length: int, batch_rows: int, seed: int, held_out_rows: int
     ) -> None:
-        """Split the documents. Raises RequestError if there are fewer than three."""
+        """Split the corpus into training, validation and test documents; the latter are not used.
+        Raises RequestError if there are fewer than three documents.
+        """
         self._corpus, self._length, self._batch_rows, self._seed = corpus, length, batch_rows, seed
         train, valid, _ = split_documents(len(corpus.ends))
         self._train_documents = len(train)
@@ -386,7 +410,9 @@ class CorpusRows:
         self._epoch_stream = lru_cache(maxsize=2)(self._draw_epoch)
 
     def batch(self, step: int) -> list[RowKey]:
-        """Return the row numbers of the global batch of a step, counted from 0."""
+        """Return the keys of the global batch of a step, counted from 0: `batch_rows` consecutive
+        row numbers of the endless stream.
+        """
         return list(range(step * self._batch_rows, (step + 1) * self._batch_rows))
 
     def iterate_documents(self) -> Iterator[NDArray[Any]]:
@@ -399,12 +425,12 @@ class CorpusRows:
             begin = end
 
     def held_out(self) -> list[RowKey]:
-        """Return the keys of the held-out rows."""
+        """Return the keys ("valid", number) of the corpus's held-out rows, in order."""
         return [("valid", k) for k in range(self._held_out_rows)]
 
     def row(self, key: RowKey) -> TrainingRow:
-        """Return the tokens and targets of the row with this key. Orders of the last two epochs are
-        cached.
+        """Return the row with this key: a row number, or ("valid", number) for a held-out row. A
+        training row may span epochs; the document orders of the last two epochs used are cached.
         """
         if isinstance(key, tuple):
             begin = key[1] * self._length
@@ -421,20 +447,25 @@ class CorpusRows:
         return self._build_row(pieces)
 
     def _draw_epoch(self, epoch: int) -> _DocumentStream:
-        """Return the training documents in the order of an epoch, drawn from seed and epoch."""
+        """Return the training documents laid end to end in the order of an epoch, which is drawn
+        from (seed, epoch) and equal in every version of numpy.
+        """
         # Raw draws are the same in every version of numpy; its permutations need not be.
         draws = np.random.PCG64((self._seed, epoch)).random_raw(self._train_documents)
         return self._lay_end_to_end(np.argsort(draws, kind="stable"))
 
     def _lay_end_to_end(self, order: Ids) -> _DocumentStream:
-        """Lay documents (by number) end to end in this order."""
+        """Return the documents with these numbers laid end to end in this order, as a stream with
+        the position behind each.
+        """
         return _DocumentStream(order, np.cumsum(self._lens[order]))
 
     def _find_pieces(
         self, stream: _DocumentStream, begin: int, end: int
     ) -> Iterator[_DocumentPiece]:
         """Yield the pieces of documents that lie between two token positions of a stream, each as
-        (begin, stop, end of its document) in the corpus's tokens.
+        (begin, stop, end of its document) in the corpus's tokens; fewer tokens if the stream ends
+        before `end`.
         """
         number = int(np.searchsorted(stream.ends, begin, side="right"))
         while begin < end and number < len(stream.order):
@@ -447,9 +478,9 @@ class CorpusRows:
             begin, number = stop, number + 1
 
     def _build_row(self, pieces: list[_DocumentPiece]) -> TrainingRow:
-        """Build a row from pieces of documents: tokens, next-token targets and segment lengths.
-        What the pieces do not fill is zeros with ignored targets, as a last segment; the row counts
-        as one sample.
+        """Build a row from pieces of documents, each a segment, with next-token targets; the last
+        token of a document has none. What the pieces do not fill is zeros with ignored targets, as
+        a last segment that is not counted in `real`. The row counts as one sample.
         """
         tokens = np.zeros(self._length, dtype=np.int64)
         targets = np.full(self._length, IGNORED, dtype=np.int64)

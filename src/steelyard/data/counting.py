@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from steelyard.data.cloze_samples import ClozeDataset
-from steelyard.data.division import COUNT_NAMES, Division
+from steelyard.data.division import COUNT_NAMES, Division, check_division
 from steelyard.data.prompt_batches import count_batch, count_causal_pairs, measure_prefixes
 from steelyard.data.texts import TokenizedTexts
 from steelyard.data.training_rows import IGNORED, RowKey, TrainingRow, TrainingRows
@@ -63,8 +63,10 @@ class TextCounter:
         window: int | None = None,
     ) -> None:
         """Keep the texts, the division, the number of logits as a function of a text's length, and
-        the model's attention window (None: full attention).
+        the model's attention window (None: full attention). Raise ValueError for an unknown
+        division.
         """
+        check_division(division)
         self.texts, self.division, self.count_logits, self.window = (
             texts,
             division,

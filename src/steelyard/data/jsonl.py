@@ -81,7 +81,8 @@ def parse_json_lines(
         location = f"{path}: line {number}"
         if most_line_bytes is not None and len(raw) > most_line_bytes:
             raise RequestError(
-                f"{location} has more than {most_line_bytes} bytes, the limit for a line; {line_format}"
+                f"{location} has more than {most_line_bytes} bytes, the limit for a line;"
+                f" {line_format}"
             )
         try:
             value = files.parse_json(raw)

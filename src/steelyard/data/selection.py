@@ -175,12 +175,14 @@ def find_positions(
                 else f"0 to {total - 1}"
             )
             raise RequestError(
-                f"--rows: no {noun} {id_range}; {subject} {len(positions)} {noun}s; allowed: {allowed}"
+                f"--rows: no {noun} {id_range}; {subject} {len(positions)} {noun}s; allowed:"
+                f" {allowed}"
             )
         for position in positions[id_range.first : id_range.last + 1]:
             if position in range_by_position:
                 raise RequestError(
-                    f"--rows: {id_range} and {range_by_position[position]} name the same {noun}; name it once"
+                    f"--rows: {id_range} and {range_by_position[position]} name the same {noun};"
+                    " name it once"
                 )
             range_by_position[position] = id_range
     return sorted(range_by_position)
@@ -192,8 +194,8 @@ def _find_group(id_range: IdRange, groups: Mapping[str, range] | None) -> range:
     """
     if groups is None:
         raise RequestError(
-            f"--rows: {id_range}: the data has no groups; allowed: places counted from 0, such as 12 or"
-            " 12-20"
+            f"--rows: {id_range}: the data has no groups; allowed: places counted from 0, such as"
+            " 12 or 12-20"
         )
     if id_range.group not in groups:
         raise RequestError(

@@ -253,7 +253,8 @@ def _require_line_text(line: jsonl.JsonLine, key: str) -> str:
     text = line.value.get(key) if isinstance(line.value, dict) else None
     if not isinstance(text, str):
         raise RequestError(
-            f"{line.location} is {shown(line.value)}; {_line_format(key)}; name another key with --key"
+            f"{line.location} is {shown(line.value)}; {_line_format(key)}; name another key with"
+            " --key"
         )
     return jsonl.require_text(text, f"{line.location} has the text", _line_format(key))
 

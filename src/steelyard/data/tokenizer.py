@@ -20,7 +20,10 @@ Kind = TypeVar("Kind")
 
 
 class Tokenizer(Protocol):
-    """What tasks need of a tokenizer. `source` is its file name, `vocab` its number of ids."""
+    """What tasks need of a tokenizer: `encode`, and `source`, its file name ("made" for generated
+    data), `vocab`, its number of ids, `sha256` of its vocabulary, and `end`, the id of the token
+    that ends a text (None: unknown).
+    """
 
     source: str
     vocab: int
@@ -36,7 +39,7 @@ class Tokenizer(Protocol):
 
 class WordPieces(Tokenizer, Protocol):
     """A tokenizer that adds nothing around a text, and has the ids of BERT's special tokens [CLS],
-    [PAD] and [MASK].
+    [PAD] and [MASK] as `cls`, `pad` and `mask`.
     """
 
     cls: int
@@ -45,8 +48,8 @@ class WordPieces(Tokenizer, Protocol):
 
 
 class WordHashTokenizer:
-    """The tokenizer of generated data: a token is a word with its leading space, and its id a hash
-    of it modulo `vocab`.
+    """The tokenizer of generated data: a token is a word with its leading space, a white-space
+    character or a punctuation mark, and its id a hash of it modulo the ids left in `vocab`.
 
     Id 0 ends a text, 1 begins one. The four answers " A" to " D" have ids of their own (2 to 5), so
     that no other word shares them.
@@ -56,11 +59,14 @@ class WordHashTokenizer:
     end: int | None = 0
 
     def __init__(self, vocab: int) -> None:
-        """Raises RequestError if `vocab` is too small for the special ids."""
+        """Set the vocabulary size and the hash of this tokenizer of generated data. Raises
+        RequestError if `vocab` is below 7: six special ids and one for words.
+        """
         min_vocab = 3 + len(_ANSWERS)
         if vocab < min_vocab:
             raise RequestError(
-                f"question.model.vocab={vocab} has no room for made data; allowed: {min_vocab} or more"
+                f"question.model.vocab={vocab} is too small for generated data; allowed:"
+                f" {min_vocab} or more"
             )
         self.vocab = vocab
         self.sha256 = hashlib.sha256(f"made-1:{vocab}".encode()).hexdigest()
@@ -72,7 +78,9 @@ class WordHashTokenizer:
         ]
 
     def _hash_piece(self, piece: str) -> int:
-        """Return the fixed id of an answer, or the hashed id of any other word."""
+        """Return the fixed id of an answer (2 to 5), or the hashed id (6 to `vocab` - 1) of any
+        other piece.
+        """
         if piece in _ANSWERS:
             return 2 + _ANSWERS.index(piece)
         first = 2 + len(_ANSWERS)
@@ -85,13 +93,13 @@ _ANSWERS = (" A", " B", " C", " D")
 
 
 class JsonTokenizer:
-    """A tokenizer from a Hugging Face `tokenizer.json`, without padding or truncation. The end
-    token is the one that a `tokenizer_config.json` beside it names.
+    """A tokenizer from a Hugging Face `tokenizer.json`, without padding or truncation. Its `end` is
+    the `eos_token` that a `tokenizer_config.json` beside it names; None if that names none.
     """
 
     def __init__(self, path: Path) -> None:
-        """Load the file. Raises RequestError if it is no tokenizer.json or has no tokens, or if
-        package tokenizers is not installed.
+        """Load the tokenizer.json at `path`. Raises RequestError if it is none or has no tokens, if
+        the tokenizer_config.json beside it is malformed, or if package tokenizers is not installed.
         """
         tokenizers = _import_package("tokenizers")
         try:
@@ -120,12 +128,12 @@ class JsonTokenizer:
 
 class SentencePieceTokenizer:
     """A tokenizer from a SentencePiece model file. It puts the beginning-of-sequence token first if
-    the model has one.
+    the model has one; its `end` is the model's end-of-sequence token, or None.
     """
 
     def __init__(self, path: Path) -> None:
-        """Load the file. Raises RequestError if it is no SentencePiece model, or the package is not
-        installed.
+        """Load the model file at `path`. Raises RequestError if it is no SentencePiece model, or
+        package sentencepiece is not installed.
         """
         sentencepiece = _import_package("sentencepiece")
         try:
@@ -150,12 +158,12 @@ class BytePairTokenizer:
     `special_tokens.txt`, whose tokens get the ids after the vocabulary.
 
     A text begins with [CLS] if that is a special token. Special tokens are never read from a text:
-    "</s>" in it is ordinary characters.
+    "</s>" in it is ordinary characters. Its `end` is "</s>", else "<|endoftext|>", else None.
     """
 
     def __init__(self, path: Path) -> None:
-        """Load the files beside `path` (vocab.json). Raises RequestError if one is malformed or
-        merges.txt is missing.
+        """Load `path` (vocab.json) and the files beside it. Raises RequestError if one is
+        malformed, merges.txt is missing, or package tokenizers is not installed.
         """
         tokenizers = _import_package("tokenizers")
         byte_level = tokenizers.pre_tokenizers.ByteLevel
@@ -187,12 +195,13 @@ class WordPieceTokenizer:
     from 0 is its id.
 
     A text is encoded without anything around it, and "[MASK]" in it is read as three pieces:
-    special tokens are only put by id.
+    special tokens are only put by id (`pad`, `cls`, `mask`). `end` is None.
     """
 
     def __init__(self, path: Path) -> None:
-        """Load the file. Raises RequestError if a line is empty, repeated or has space around it,
-        or a special token is missing.
+        """Load the vocab.txt at `path`. Raises RequestError if it is unreadable, a line is empty,
+        repeated or has space around it, one of [PAD], [UNK], [CLS] and [MASK] is missing, or
+        package tokenizers is not installed.
         """
         tokenizers = _import_package("tokenizers")
         pieces = _read_lines(path)
@@ -206,7 +215,8 @@ class WordPieceTokenizer:
         for name in _SPECIAL_TOKENS:
             if name not in ids:
                 raise RequestError(
-                    f"{path}: no piece {name}; BERT's vocab.txt has {', '.join(_SPECIAL_TOKENS)}; name"
+                    f"{path}: no piece {name}; BERT's vocab.txt has {', '.join(_SPECIAL_TOKENS)};"
+                    " name"
                     " that with --tokenizer"
                 )
         self._inner = tokenizers.Tokenizer(tokenizers.models.WordPiece(ids))
@@ -230,9 +240,10 @@ _SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[MASK]")
 
 
 def _read_end_token(path: Path, pieces: dict[str, int]) -> int | None:
-    """Return the id of the `eos_token` in a `tokenizer_config.json`, or None if there is no such
-    file, no eos_token, or it is no token of the vocabulary. Raises RequestError if the file is
-    malformed.
+    """Return the id of the `eos_token` in a `tokenizer_config.json` by the ids in `pieces`; None if
+    there is no such file, no eos_token, or it is no token of the vocabulary. Raises RequestError if
+    the file is unreadable, not JSON or no object, or eos_token is neither a string nor an object
+    with a string `content`.
     """
     if not path.is_file():
         return None
@@ -252,8 +263,9 @@ def _read_end_token(path: Path, pieces: dict[str, int]) -> int | None:
 
 
 def _read_vocabulary(path: Path, alphabet: list[str]) -> dict[str, int]:
-    """Read `vocab.json` and return the id of each piece. Raises RequestError unless ids are exactly
-    0 to n-1, and each of the 256 bytes of `alphabet` has a piece.
+    """Read `vocab.json` and return the id of each piece. Raises RequestError unless it is an object
+    with integers as values, which are exactly 0 to n-1, and each of the 256 characters of
+    `alphabet`, which stand for the bytes, is a piece.
     """
     content = _read_json(path, MAX_TOKENIZER_BYTES)
     if not isinstance(content, dict) or not all(type(i) is int for i in content.values()):
@@ -272,8 +284,8 @@ def _read_vocabulary(path: Path, alphabet: list[str]) -> dict[str, int]:
     for piece, i in ids.items():
         if i in pieces_by_id:
             raise RequestError(
-                f"{path}: {shown(pieces_by_id[i])} and {shown(piece)} have the id {i}; an id is one"
-                " piece's"
+                f"{path}: {shown(pieces_by_id[i])} and {shown(piece)} have the id {i}; each id"
+                " belongs to one piece"
             )
         pieces_by_id[i] = piece
     missing_id = next((i for i in range(len(ids)) if i not in pieces_by_id), None)
@@ -286,8 +298,9 @@ def _read_vocabulary(path: Path, alphabet: list[str]) -> dict[str, int]:
 
 
 def _read_merges(vocabulary: Path, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Read `merges.txt` beside the vocabulary and return the pairs of pieces in order. Raises
-    RequestError if it is missing, or a line is no merge of two pieces into a third.
+    """Read `merges.txt` beside the file `vocabulary` and return its pairs of pieces in order; lines
+    that begin with "#version" are skipped. Raises RequestError if it is missing, or a line is no
+    merge of two pieces in `ids` into a third.
     """
     path = vocabulary.with_name("merges.txt")
     if not path.is_file():
@@ -311,9 +324,9 @@ def _read_merges(vocabulary: Path, ids: dict[str, int]) -> list[tuple[str, str]]
 
 
 def _read_special_tokens(path: Path, ids: dict[str, int]) -> list[str]:
-    """Return the tokens of `special_tokens.txt` in order (their ids follow the vocabulary), or none
-    if there is no such file. Raises RequestError for empty lines, repeated tokens, and tokens of
-    the vocabulary.
+    """Return the tokens of `special_tokens.txt` in order (their ids follow the vocabulary `ids`),
+    or none if there is no such file. Raises RequestError for empty lines, space around a token,
+    repeated tokens, and tokens of the vocabulary.
     """
     tokens = _read_lines(path) if path.is_file() else []
     for i, token in enumerate(tokens):
@@ -326,8 +339,8 @@ def _read_special_tokens(path: Path, ids: dict[str, int]) -> list[str]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Return the lines of a UTF-8 file without line ends, a last empty one left out. Raises
-    RequestError if it cannot be read.
+    """Return the lines of a UTF-8 file without line ends (LF or CRLF), a last empty one left out.
+    Raises RequestError if it cannot be read, is larger than `MAX_TOKENIZER_BYTES` or is not UTF-8.
     """
     try:
         text = _read_content(path, MAX_TOKENIZER_BYTES).decode("utf-8")
@@ -338,8 +351,8 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _read_json(path: Path, most_bytes: int) -> Any:
-    """Parse a JSON file of at most `most_bytes` bytes. Raises RequestError if it cannot be read or
-    parsed.
+    """Return the parsed JSON of a file of at most `most_bytes` bytes. Raises RequestError if it
+    cannot be read, is larger, not UTF-8 or not JSON.
     """
     try:
         return files.parse_json(_read_content(path, most_bytes))
@@ -350,8 +363,8 @@ def _read_json(path: Path, most_bytes: int) -> Any:
 
 
 def _read_content(path: Path, most_bytes: int) -> bytes:
-    """Return the bytes of a file. Raises RequestError if it cannot be read or has more than
-    `most_bytes` bytes.
+    """Return the bytes of a file as they are, gzip not unpacked. Raises RequestError if it cannot
+    be read or has more than `most_bytes` bytes.
     """
     try:
         return files.read_file(path, most_bytes, unpack=False)
@@ -364,12 +377,16 @@ def _read_content(path: Path, most_bytes: int) -> bytes:
 
 
 def _hash_pieces(pieces: list[str]) -> str:
-    """Return the SHA-256 (hex) of the pieces in the order of their ids."""
+    """Return the SHA-256 (hex) of the pieces, which are in the order of their ids, written as a
+    JSON list.
+    """
     return hashlib.sha256(json.dumps(pieces, ensure_ascii=True).encode()).hexdigest()
 
 
 def _import_package(module: str) -> Any:
-    """Import an optional package. Raises RequestError with the install command if it is missing."""
+    """Import an optional package and return its module. Raises RequestError with the install
+    command if it cannot be imported.
+    """
     import importlib
 
     try:
@@ -389,7 +406,8 @@ _WORD_PIECE_FILES: dict[str, Callable[[Path], WordPieces]] = {"vocab.txt": WordP
 
 def load_tokenizer(paths: list[Path]) -> Tokenizer:
     """Load the first tokenizer found in `paths`: each is a tokenizer file, or a folder that holds
-    one, itself or in its `tokenizer/`. Raises RequestError if there is none, or it is malformed.
+    one, itself or in its `tokenizer/`. In a folder the order is that of `TOKENIZER_FILES`. Raises
+    RequestError if there is none, or the one found is malformed or too large.
     """
     return _load_first(
         paths,
@@ -406,8 +424,9 @@ def has_tokenizer(paths: list[Path]) -> bool:
 
 
 def load_word_pieces(paths: list[Path]) -> WordPieces:
-    """Load the first `vocab.txt` of BERT found in `paths`, even if another form of the tokenizer
-    lies beside it. Raises RequestError if there is none.
+    """Load the first `vocab.txt` of BERT found in `paths` (files, or folders and their
+    `tokenizer/`), even if another form of the tokenizer lies beside it. Raises RequestError if
+    there is none or it is malformed.
     """
     return _load_first(paths, _WORD_PIECE_FILES, "BERT's vocab.txt")
 
@@ -415,8 +434,9 @@ def load_word_pieces(paths: list[Path]) -> WordPieces:
 def _load_first(
     paths: list[Path], loaders: Mapping[str, Callable[[Path], Kind]], file_names: str
 ) -> Kind:
-    """Load the first file that exists, with the class that `loaders` gives for its name. Raises
-    RequestError if there is none (`file_names` says what to put there), or it is too large.
+    """Return the first tokenizer file that exists in `paths`, loaded with the class that `loaders`
+    gives for its name. Raises RequestError if there is none (`file_names` says what to put there),
+    or it is too large or malformed; later ones are then not tried.
     """
     for start in paths:
         for path, loader in _iterate_candidates(start, loaders):
@@ -426,9 +446,10 @@ def _load_first(
                         f"{path}: {path.stat().st_size} bytes; the limit is {MAX_TOKENIZER_BYTES}"
                     )
                 return loader(path)
-    searched = ", ".join(str(start) for start in paths) or "nowhere"
+    searched = ", ".join(str(start) for start in paths) or "no folder to search"
     raise RequestError(
-        f"no tokenizer found (looked in: {searched}); put {file_names} beside the weights or the data, or"
+        f"no tokenizer found (looked in: {searched}); put {file_names} beside the weights or the"
+        " data, or"
         " name it with --tokenizer"
     )
 
@@ -436,8 +457,10 @@ def _load_first(
 def _iterate_candidates(
     path: Path, loaders: Mapping[str, Callable[[Path], Kind]]
 ) -> Iterator[tuple[Path, Callable[[Path], Kind]]]:
-    """Yield the paths where a tokenizer may be, with the class that loads each. A path that is a
-    file is chosen by its name, else by its suffix; a folder is searched itself and in `tokenizer/`.
+    """Yield (path, class that loads it) where a tokenizer may be; `loaders` maps file names to
+    classes. A path that is a file is yielded itself if its name is in `loaders`, or else its suffix
+    is that of such a name; of a folder all names in it and in its `tokenizer/`, whether they exist
+    or not.
     """
     if path.is_file():
         names = [name for name in loaders if name == path.name] or [
@@ -465,12 +488,13 @@ def require_end_token(tokenizer: Tokenizer, remedy: str = "name another with --t
 
 def check_vocabulary_size(tokenizer: Tokenizer, vocab: int) -> None:
     """Raise RequestError unless the tokenizer has at most `vocab` tokens, the model's embedding
-    rows, and fewer than 1024 below that (models round their rows up).
+    rows, and fewer than 1024 less than that (models round their rows up).
     """
     max_rounding = 1024
     if not vocab - max_rounding < tokenizer.vocab <= vocab:
         raise RequestError(
             f"tokenizer {tokenizer.source} has {tokenizer.vocab} tokens and the model {vocab};"
-            f" allowed: {max(1, vocab - max_rounding + 1)} to {vocab}; name the model's own tokenizer with"
+            f" allowed: {max(1, vocab - max_rounding + 1)} to {vocab}; name the model's own"
+            " tokenizer with"
             " --tokenizer"
         )

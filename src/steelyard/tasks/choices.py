@@ -41,7 +41,8 @@ class ChoiceAnswers(GrownModel):
     `choices` is the likeliest of the four letters. `hits` says whether the likeliest token of the
     whole vocabulary is the right answer (1 or 0); the headline accuracy comes from it. `argmax` is
     that likeliest token: a letter, or `*` for any other token, whose id is then the next of
-    `others` (most models answer with a letter, so this takes one byte per question).
+    `others` (most models answer with a letter, so this takes one byte per question). `not_finite`
+    and `repeated` count answers whose scores were not finite, and answers that came again.
     """
 
     LATER: ClassVar[tuple[str, ...]] = ("argmax", "others")
@@ -57,8 +58,8 @@ class ChoiceAnswers(GrownModel):
 class ChoiceOutputs(GrownModel):
     """What a record keeps of a multiple-choice task: per question the right letter (`gold`), its
     subject (`subject_of`, an index into `subjects`) and its position in the whole set (`index`);
-    the four letters' token ids; and the answers of each pass. Answers of version 1 have no
-    `argmax`.
+    the four letters' token ids (`letters`); and the answers of each pass. Refuses lists that
+    contradict each other. Answers of version 1 (`version` None) have no `argmax`.
     """
 
     LATER: ClassVar[tuple[str, ...]] = ("version",)
@@ -73,8 +74,9 @@ class ChoiceOutputs(GrownModel):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        """Raise ValueError if the lengths of answers and subjects do not fit the number of
-        questions, or a subject does not exist.
+        """Validate a multiple-choice task's outputs after parsing, and return them. Raises
+        ValueError if the lengths of answers or subjects are not the number of questions, a subject
+        does not exist, or a pass's `argmax`, `others` and `hits` contradict each other.
         """
         count = len(self.gold)
         lengths = {
@@ -91,8 +93,9 @@ class ChoiceOutputs(GrownModel):
         return self
 
     def _check_argmax(self, answers: ChoiceAnswers) -> None:
-        """Raise ValueError if a pass's `argmax`, `others` and `hits` contradict each other. A pass
-        without `argmax` and `others` is fine.
+        """Raise ValueError if only one of a pass's `argmax` and `others` is there, their lengths do
+        not fit, `others` has the token of a letter, or `hits` does not follow from `argmax`. A pass
+        with neither (version 1) is fine.
         """
         if answers.argmax is None and answers.others is None:
             return
@@ -123,8 +126,9 @@ def _mark_hit(best: str, gold: str) -> str:
 
 
 def list_likeliest_tokens(outputs: ChoiceOutputs, pass_name: str) -> list[int | None] | None:
-    """Return the likeliest token id of each question, None where it was not answered; or None if
-    the pass did not keep them. Raises KeyError if there is no such pass.
+    """Return the likeliest token id of each question in a pass, None where it was not answered; or
+    None instead of a list if the pass did not keep them (version 1). Raises KeyError if there is no
+    such pass.
     """
     answers = outputs.passes[pass_name]
     if answers.argmax is None or answers.others is None:
@@ -147,8 +151,9 @@ def make_choice_outputs(
     index: list[int],
     letters: list[int],
 ) -> ChoiceOutputs:
-    """Return outputs without any pass. `gold` holds the index (0 to 3) of the right answer of each
-    question.
+    """Return outputs of version 2 without any pass. Lists are per question: `gold` the index (0 to
+    3) of the right answer, `subject_of` an index into `subjects`, `index` its position in the whole
+    set; `letters` are the four letters' token ids.
     """
     right = "".join(LETTERS[i] for i in gold)
     return ChoiceOutputs(
@@ -163,11 +168,13 @@ def make_choice_outputs(
 
 
 def check_choice_answers(answers: Any, outputs: ChoiceOutputs) -> dict[str, Any]:
-    """Return an engine's answers of a pass if a record can be made of them: lists `items`, `best`
-    (token id), `choice` (0 to 3) and `finite`, of one length.
+    """Return an engine's answers of a pass as a new dict if a record can be made of them: lists of
+    integers `items` (question), `best` (token id), `choice` (0 to 3) and `finite` (0: the scores
+    were not finite), of one length; other keys are dropped.
 
-    Raises TypeError or ValueError otherwise. This runs in the worker, where the engine can still be
-    blamed.
+    Raises TypeError if they are not lists of integers; ValueError for unequal lengths, a question
+    or choice that does not exist, or a token id out of range. This runs in the worker, where the
+    engine can still be blamed.
     """
     questions = len(outputs.gold)
     columns: list[Any] = (
@@ -186,18 +193,19 @@ def check_choice_answers(answers: Any, outputs: ChoiceOutputs) -> dict[str, Any]
         0 <= letter < 4 for letter in choice
     ):
         raise ValueError(
-            f"the engine's outputs name a question beyond 0 to {questions - 1}, or a choice beyond"
-            " 0 to 3"
+            f"the engine's outputs name a question outside 0 to {questions - 1}, or a choice"
+            " outside 0 to 3"
         )
     if not all(0 <= token < MAX_TOKENS for token in best):
-        raise ValueError(f"the engine's outputs have a token in best beyond 0 to {MAX_TOKENS - 1}")
+        raise ValueError(f"the engine's outputs have a token in best outside 0 to {MAX_TOKENS - 1}")
     return dict(zip(ANSWER_COLUMNS, columns, strict=True))
 
 
 def merge_choice_answers(
     outputs: ChoiceOutputs, pass_name: str, rank_answers: list[dict[str, Any]]
 ) -> ChoiceOutputs:
-    """Return the outputs with one more pass, from the checked answers of all ranks. A question
+    """Return a copy of the outputs with one more pass, from the checked answers of all ranks;
+    `hits` is derived from the likeliest token. Questions that no rank answered are `?`. A question
     answered twice counts as repeated, and the later answer stays.
     """
     count = len(outputs.gold)
@@ -231,9 +239,10 @@ def merge_choice_answers(
 
 
 def score_choice_answers(outputs: ChoiceOutputs, pass_name: str) -> dict[str, float]:
-    """Score a pass over its answered questions: `acc` (likeliest token of the vocabulary is right)
-    with standard error `se`, `macro` (mean accuracy over subjects) and `choice` (likeliest of the
-    four letters is right). Empty if the pass is missing or nothing was answered.
+    """Return the scores (0 to 1) of a pass over its answered questions: `acc` (likeliest token of
+    the vocabulary is right) with standard error `se`, `macro` (mean over subjects of their `acc`)
+    and `choice` (likeliest of the four letters is right). Empty if the pass is missing or nothing
+    was answered.
     """
     answers = outputs.passes.get(pass_name)
     answered = [i for i, hit in enumerate(answers.hits) if hit != UNANSWERED] if answers else []
@@ -250,7 +259,9 @@ def score_choice_answers(outputs: ChoiceOutputs, pass_name: str) -> dict[str, fl
 
 
 def compute_subject_accuracy(outputs: ChoiceOutputs, pass_name: str) -> dict[str, float]:
-    """Return the accuracy (0 to 1) of a pass in each subject that has answered questions."""
+    """Return the accuracy (0 to 1) of a pass by name of subject, for subjects with answered
+    questions: the share whose likeliest token is right. Raises KeyError if there is no such pass.
+    """
     counts: dict[str, list[int]] = {}
     for subject, hit in zip(outputs.subject_of, outputs.passes[pass_name].hits, strict=True):
         if hit != UNANSWERED:
@@ -261,8 +272,9 @@ def compute_subject_accuracy(outputs: ChoiceOutputs, pass_name: str) -> dict[str
 def measure_choice_agreement(
     outputs: ChoiceOutputs, first_pass: str, second_pass: str
 ) -> float | None:
-    """Return the share of questions, answered in both passes, for which both chose the same letter;
-    None if a pass is missing or no question was answered in both.
+    """Return the share (0 to 1) of questions, answered in both passes of a run, for which both
+    chose the same of the four letters; None if a pass is missing or no question was answered in
+    both.
     """
     if first_pass not in outputs.passes or second_pass not in outputs.passes:
         return None
@@ -276,8 +288,9 @@ def measure_choice_agreement(
 def compare_choice_outputs(
     first: ChoiceOutputs, second: ChoiceOutputs, pass_name: str
 ) -> Differences | None:
-    """Compare two runs' letters and likeliest tokens in a pass; None if it is missing in either, or
-    the runs asked different questions.
+    """Compare two runs in a pass, over the questions that both answered: how many letters and how
+    many likeliest tokens differ (`tokens` None if a run did not keep these). None if the pass is
+    missing in either, or the runs asked different questions.
     """
     if (
         pass_name not in first.passes
@@ -303,8 +316,9 @@ def compare_choice_outputs(
 
 
 def explain_choice_mismatch(outputs: ChoiceOutputs, selection: Selection) -> str | None:
-    """Return why outputs do not answer what the user selected (wrong subjects or rows), or None if
-    they do. With a sample, selected subjects may be missing.
+    """Return why outputs do not answer what the user selected (wrong subjects, or rows by number,
+    position or group), as the end of an error message; None if they do. With a sample, selected
+    subjects may be missing. Row ids are compared as far as they can be without the data.
     """
     present = {outputs.subjects[subject] for subject in outputs.subject_of}
     selected_subjects = set(selection.subjects or present)
@@ -318,12 +332,14 @@ def explain_choice_mismatch(outputs: ChoiceOutputs, selection: Selection) -> str
         and selection.positions in (None, outputs.index)
         and selection.group_counts in (None, group_counts)
     ):
-        return f"{len(outputs.gold)} questions, which are not the rows named"
+        return f"{len(outputs.gold)} questions, which are not the selected rows"
     return None
 
 
 def tally_choice_answers(outputs: ChoiceOutputs, pass_name: str) -> Tally | None:
-    """Return how a pass's answers cover the questions; None if there is no such pass."""
+    """Count a pass's questions, those without an answer, answers that came again, and answers that
+    are not finite; return None if there is no such pass.
+    """
     answers = outputs.passes.get(pass_name)
     if answers is None:
         return None
@@ -336,8 +352,9 @@ def tally_choice_answers(outputs: ChoiceOutputs, pass_name: str) -> Tally | None
 
 
 def make_choice_breakdowns(outputs: ChoiceOutputs) -> list[Breakdown]:
-    """Return one table for the page, accuracy by subject in passes val and infer; none if nothing
-    was answered.
+    """Return a list with one table for the report page: a row per subject that was answered, with
+    its accuracy (0 to 1, None if unanswered) in each of the passes val and infer that exist. Empty
+    if nothing was answered.
     """
     passes = [name for name in ("val", "infer") if name in outputs.passes]
     accuracies = {name: compute_subject_accuracy(outputs, name) for name in passes}
@@ -364,9 +381,9 @@ CHOICE_SCORES = (
 
 
 def choice_task(name: str, data: type[FrozenModel], reader: str, data_check: str = "") -> Task:
-    """Return the `Task` row of a multiple-choice task, which only adds how its data are read:
-    `data` is the model of `question.data`, `reader` and `data_check` are "module:function". Its
-    reader calls `questions.prepare_questions`.
+    """Return the `Task` row of a multiple-choice task (scoring, quality `acc`), which only adds how
+    its data are read: `data` is the model of `question.data`, `reader` and `data_check` are
+    "module:function". Its reader calls `questions.prepare_questions`.
     """
     return Task(
         name=name,

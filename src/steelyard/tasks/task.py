@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -27,6 +27,8 @@ from steelyard.words import get_meanings
 
 OutputCount = Annotated[int, Field(ge=0, le=10**18)]  # bounded so that no formula overflows
 TextPair = tuple[str, str]  # title and meaning, or English and Chinese
+Better = Literal["higher", "lower", ""]  # "": neither is better
+NumberForm = Literal["number", "percent", "gib", "seconds"]  # how a metric's numbers are written
 Selector = Literal["subjects", "rows"]  # options of `run` that select items
 BatchUnit = Literal["rows", "samples"]
 GroupName = Annotated[str, Field(min_length=1, max_length=200)]
@@ -247,6 +249,18 @@ class Differences:
     tokens: int | None = None
 
 
+def check_better_and_form(name: str, better: str, form: str) -> None:
+    """Raise ValueError if the metric `name` has a `better` or a `form` that is not allowed."""
+    for key, value, allowed in (
+        ("better", better, get_args(Better)),
+        ("form", form, get_args(NumberForm)),
+    ):
+        if value not in allowed:
+            raise ValueError(
+                f"metric {name}: {key} is {value!r}; allowed: {', '.join(map(repr, allowed))}"
+            )
+
+
 @dataclass(frozen=True)
 class Score:
     """A quality metric of a task: the metric's name, which value of `Task.score` it is, and the
@@ -261,9 +275,13 @@ class Score:
     en: TextPair
     zh: TextPair
     unit: str = ""
-    better: str = "higher"
-    form: str = "percent"
+    better: Better = "higher"
+    form: NumberForm = "percent"
     of: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if `better` or `form` is not one of the allowed words."""
+        check_better_and_form(self.name, self.better, self.form)
 
 
 @dataclass(frozen=True)

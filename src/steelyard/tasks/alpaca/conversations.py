@@ -199,8 +199,8 @@ def _parse_elements(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
     if separator != "]" or text[position:]:
         behind = f"element {number}" if separator != "]" else "the list"
         raise RequestError(
-            f"{path}: {shown(separator if separator != ']' else text[position:])} behind {behind}; the file is one"
-            " JSON list"
+            f"{path}: {shown(separator if separator != ']' else text[position:])} behind"
+            f" {behind}; the file is one JSON list"
         )
 
 

@@ -9,14 +9,19 @@ from steelyard.tasks.held_out_loss import rows_task
 
 
 class GeneratedConversationsConfig(FrozenModel):
-    """How many conversations to generate, and from which seed."""
+    """How to generate alpaca's data: the number of `conversations`, and the seed."""
 
     conversations: int = Field(ge=1)
     seed: int = 0
 
 
 class AlpacaData(FrozenModel):
-    """The fields of `question.data` of alpaca. `fingerprint` is that of the published data set."""
+    """The fields of `question.data` of alpaca. `held_out` is the number of samples that are not
+    trained on, `joint` what stands between instruction and input of alpaca's JSON, `last_target`
+    whether a cut sample keeps the token behind the cut as a target. `fingerprint` is that of the
+    published data (other data are not refused), `made` how to generate conversations if no data
+    path is given; None: data are required.
+    """
 
     kind: Literal["alpaca"]
     held_out: int = Field(ge=1, description="samples kept for the loss before and after")
@@ -25,7 +30,7 @@ class AlpacaData(FrozenModel):
     joint: str = Field(
         "\n",
         max_length=64,
-        description="what stands between the instruction and the input of alpaca's JSON",
+        description="the text between the instruction and the input of alpaca's JSON",
     )
     last_target: bool = Field(
         False,

@@ -34,10 +34,11 @@ UNANSWERED = "?"
 class LambadaAnswers(GrownModel):
     """The answers of one pass: per passage the negative log-likelihood in nats of all its targets
     (`nll`) and of its last word (`last_nll`), and whether greedy decoding gives the whole last word
-    (`hits`).
+    (`hits`: 1 or 0, `?` if not answered).
 
     `argmax` holds the likeliest token at each token of the last words, passage after passage, -1
-    where a passage was not answered; None if the engine does not report it.
+    where a passage was not answered; None if the engine does not report it. `not_finite` and
+    `repeated` count answers that are not finite, and answers that came again.
     """
 
     LATER: ClassVar[tuple[str, ...]] = ("argmax",)
@@ -51,9 +52,10 @@ class LambadaAnswers(GrownModel):
 
 
 class LambadaOutputs(GrownModel):
-    """What a record keeps of LAMBADA: per passage its number of target tokens, how many of these
-    are the last word's (`last`), and its position in the whole set; and the answers of each pass.
-    Answers of version 1 have no `argmax`.
+    """What a record keeps of LAMBADA: per passage its number of target tokens (`targets`), how many
+    of these are the last word's (`last`), and its position in the whole set (`index`); and the
+    answers of each pass. Refuses lists that contradict each other. Answers of version 1 (`version`
+    None) have no `argmax`.
     """
 
     LATER: ClassVar[tuple[str, ...]] = ("version",)
@@ -66,8 +68,9 @@ class LambadaOutputs(GrownModel):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        """Raise ValueError if a passage has no targets, or the lengths of a pass's answers do not
-        fit the passages.
+        """Validate LAMBADA's outputs after parsing, and return them. Raises ValueError if a passage
+        has no targets, the lengths of a pass's answers are not the number of passages, or its
+        `argmax` has not one token for each token of the last words.
         """
         count = len(self.targets)
         if any(target < 1 for target in self.targets):
@@ -86,16 +89,19 @@ class LambadaOutputs(GrownModel):
 
 
 def make_passage_outputs(targets: list[int], last: list[int], index: list[int]) -> LambadaOutputs:
-    """Return outputs without any pass."""
+    """Return outputs of version 2 without any pass. Lists are per passage: its number of target
+    tokens, how many of these are the last word's, and its position in the whole set.
+    """
     return LambadaOutputs(version=2, targets=targets, last=last, index=index, passes={})
 
 
 def check_passage_answers(answers: Any, outputs: LambadaOutputs) -> dict[str, Any]:
-    """Return an engine's answers of a pass if a record can be made of them: lists `items`, `nll`,
-    `last_nll` and `hit` of one length, and optionally `argmax`. Values that are not finite become
-    None.
+    """Return an engine's answers of a pass as a new dict if a record can be made of them: lists
+    `items` (passage), `nll` and `last_nll` (float or None, nats) and `hit` (0 or 1) of one length,
+    and optionally `argmax`. Values that are not finite become None; other keys are dropped.
 
-    Raises TypeError or ValueError if types, lengths, indices or signs are wrong.
+    Raises TypeError for wrong types; ValueError for unequal lengths, a passage that does not exist,
+    another `hit`, a negative log-likelihood below -0.001, or an `argmax` that does not fit.
     """
     passages = len(outputs.targets)
     columns: list[Any] = (
@@ -112,7 +118,7 @@ def check_passage_answers(answers: Any, outputs: LambadaOutputs) -> dict[str, An
         raise ValueError("the engine's outputs must be lists of one length")
     if not all(0 <= item < passages for item in items) or not all(flag in (0, 1) for flag in hit):
         raise ValueError(
-            f"the engine's outputs name a passage beyond 0 to {passages - 1}, or a hit that is not"
+            f"the engine's outputs name a passage outside 0 to {passages - 1}, or a hit that is not"
             " 0 or 1"
         )
     sums = [
@@ -134,8 +140,9 @@ def check_passage_answers(answers: Any, outputs: LambadaOutputs) -> dict[str, An
 
 
 def _check_argmax(argmax: Any, items: list[int], outputs: LambadaOutputs) -> list[list[int]]:
-    """Return the optional `argmax` of an engine if it has, for each item, as many token ids as the
-    item's last word; raise TypeError or ValueError otherwise.
+    """Return the optional `argmax` of an engine's answers, unchanged, if it has for each item a
+    list of as many token ids as the item's last word has. Raises TypeError if it is no list of
+    lists; ValueError if lengths do not fit or a value is no token id.
     """
     if not isinstance(argmax, list) or not all(isinstance(row, list) for row in argmax):
         raise TypeError(
@@ -157,9 +164,10 @@ def _check_argmax(argmax: Any, items: list[int], outputs: LambadaOutputs) -> lis
 def merge_passage_answers(
     outputs: LambadaOutputs, pass_name: str, rank_answers: list[dict[str, Any]]
 ) -> LambadaOutputs:
-    """Return the outputs with one more pass, from the checked answers of all ranks. A passage
-    answered twice counts as repeated, and the later answer stays. `argmax` is kept only if every
-    rank reports it.
+    """Return a copy of the outputs with one more pass, from the checked answers of all ranks.
+    Passages that no rank answered are `?` in `hits` and None in the losses. A passage answered
+    twice counts as repeated, and the later answer stays. `argmax` is kept only if every rank
+    reports it.
     """
     count = len(outputs.targets)
     hits = [UNANSWERED] * count
@@ -188,7 +196,9 @@ def merge_passage_answers(
 
 
 def _merge_argmax(outputs: LambadaOutputs, rank_answers: list[dict[str, Any]]) -> list[int]:
-    """Return the likeliest tokens of all last words in passage order, -1 where unanswered."""
+    """Return the likeliest tokens of all last words as one list in passage order, -1 for each token
+    of an unanswered passage. Of repeated answers the last counts.
+    """
     tokens_by_item = {
         item: row
         for columns in rank_answers
@@ -202,8 +212,8 @@ def _merge_argmax(outputs: LambadaOutputs, rank_answers: list[dict[str, Any]]) -
 
 
 def list_likeliest_words(outputs: LambadaOutputs, pass_name: str) -> list[tuple[int, ...]] | None:
-    """Return the likeliest tokens of each passage's last word; None if the pass did not keep them.
-    Raises KeyError if there is no such pass.
+    """Return the likeliest tokens of each passage's last word in a pass, -1 in those not answered;
+    None if the pass did not keep them. Raises KeyError if there is no such pass.
     """
     tokens = outputs.passes[pass_name].argmax
     if tokens is None:
@@ -213,9 +223,9 @@ def list_likeliest_words(outputs: LambadaOutputs, pass_name: str) -> list[tuple[
 
 
 def score_passage_answers(outputs: LambadaOutputs, pass_name: str) -> dict[str, float]:
-    """Score a pass over its answered passages: last-word accuracy `acc` with standard error `se`,
-    and, if all likelihoods are finite, losses in nats and perplexities. Empty if the pass is
-    missing or nothing was answered.
+    """Score a pass over its answered passages: last-word accuracy `acc` (0 to 1) with standard
+    error `se`, and, if all likelihoods are finite, losses in nats and perplexities (one too large
+    for a float is left out). Empty if the pass is missing or nothing was answered.
 
     `loss` is the mean over passages of each passage's loss per token, as published; `loss_token`
     and `perplexity` weigh every token alike; `perplexity_last` is that of whole last words, as
@@ -237,7 +247,10 @@ def score_passage_answers(outputs: LambadaOutputs, pass_name: str) -> dict[str, 
 
 
 def _compute_losses(nll: list[float], last: list[float], targets: list[int]) -> dict[str, float]:
-    """Return the losses and perplexities by name; a value too large for a float is left out."""
+    """Return `loss`, `loss_token`, `perplexity` and `perplexity_last` (see
+    `score_passage_answers`); a value too large for a float is left out. Lists are per passage:
+    negative log-likelihood in nats of all targets and of the last word, and number of targets.
+    """
     values: dict[str, Callable[[], float]] = {
         "loss": lambda: (
             fsum(passage_nll / count for passage_nll, count in zip(nll, targets, strict=True))
@@ -259,9 +272,9 @@ def _compute_losses(nll: list[float], last: list[float], targets: list[int]) -> 
 def measure_passage_agreement(
     outputs: LambadaOutputs, first_pass: str, second_pass: str
 ) -> float | None:
-    """Return the share of passages, answered in both passes, with the same last word: the same
-    likeliest tokens or, if a pass did not keep these, right in both or wrong in both. None if a
-    pass is missing or none was answered in both.
+    """Return the share (0 to 1) of passages, answered in both passes, with the same last word: the
+    same likeliest tokens or, if a pass did not keep these, right in both or wrong in both. None if
+    a pass is missing or no passage was answered in both.
     """
     if first_pass not in outputs.passes or second_pass not in outputs.passes:
         return None
@@ -287,9 +300,12 @@ def measure_passage_agreement(
 def compare_passage_outputs(
     first: LambadaOutputs, second: LambadaOutputs, pass_name: str
 ) -> Differences | None:
-    """Compare two runs in a pass: last words (by likeliest tokens, else by right or wrong), and the
-    largest difference of a passage's loss per token. None if the pass is missing in either, or the
-    runs asked different passages.
+    """Compare two runs in a pass, over the passages that both answered: how many last words differ
+    (by likeliest tokens, else by right or wrong), and the largest difference of a passage's loss in
+    nats per token (None if none is finite in both).
+
+    `tokens` equals the first, None if a run did not keep likeliest tokens. Returns None if the pass
+    is missing in either, or the runs asked different passages.
     """
     if (
         pass_name not in first.passes
@@ -326,17 +342,22 @@ def compare_passage_outputs(
 
 
 def explain_passage_mismatch(outputs: LambadaOutputs, selection: Selection) -> str | None:
-    """Return why outputs do not answer the rows that the user selected, or None if they do."""
+    """Return why outputs do not answer the row ids that the user selected (other number or
+    positions), as the end of an error message; None if they do, or no ids were given. A sample is
+    not checked.
+    """
     if selection.row_count not in (None, len(outputs.index)) or selection.positions not in (
         None,
         outputs.index,
     ):
-        return f"{len(outputs.index)} passages, which are not the rows named"
+        return f"{len(outputs.index)} passages, which are not the selected rows"
     return None
 
 
 def tally_passage_answers(outputs: LambadaOutputs, pass_name: str) -> Tally | None:
-    """Return how a pass's answers cover the passages; None if there is no such pass."""
+    """Count a pass's passages, those without an answer, answers that came again, and answers that
+    are not finite; return None if there is no such pass.
+    """
     answers = outputs.passes.get(pass_name)
     if answers is None:
         return None

@@ -97,8 +97,8 @@ def read_subjects(source: Path) -> list[Subject]:
     if unpaired:
         split = "dev" if unpaired[0] not in devs else "test"
         raise RequestError(
-            f"{source}: {split}/{unpaired[0]}_{split}.csv is missing; every subject has a dev and a test"
-            " file"
+            f"{source}: {split}/{unpaired[0]}_{split}.csv is missing; every subject has a dev"
+            " and a test file"
         )
     subjects, rows_left = [], MAX_ROWS
     for name in tests:

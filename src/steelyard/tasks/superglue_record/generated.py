@@ -30,13 +30,14 @@ _SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[MASK]", "[UNK]")
 
 
 def generate_queries(config: GeneratedClozeConfig) -> tuple[list[Query], list[Query]]:
-    """Generate distinct queries from a seed; return those to train on and those to evaluate. Raises
-    RequestError if more entities are asked for than there are names.
+    """Generate distinct queries from a seed; return (`config.queries` to train on,
+    `config.held_out` to evaluate). Raises RequestError if `config.entities` is more than there are
+    names.
     """
     if config.entities > len(_NAMES):
         raise RequestError(
-            f"question.data.made.entities={config.entities}; allowed: 2 to {len(_NAMES)}, the names"
-            " there are"
+            f"question.data.made.entities={config.entities}; allowed: 2 to {len(_NAMES)}, the"
+            " number of names"
         )
     rng = random.Random(f"record:{config.seed}")
     queries_by_text: dict[tuple[str, str], Query] = {}
@@ -48,8 +49,9 @@ def generate_queries(config: GeneratedClozeConfig) -> tuple[list[Query], list[Qu
 
 
 def _generate_query(rng: random.Random, count: int, name: str) -> Query:
-    """Generate one query with `count` candidates and one answer, or sometimes two. Answers are
-    named four times in the passage, other candidates once.
+    """Generate one query with `count` candidates and one answer or, with four candidates or more,
+    two in one of four cases. Answers are named four times in the passage, other candidates once.
+    Advances `rng`.
     """
     entities = rng.sample(_NAMES, count)
     answers = entities[
@@ -76,11 +78,11 @@ _WORDS = tuple(
 
 
 class GeneratedClozeTokenizer:
-    """The tokenizer of the generated cloze task: a token is a whole word, and words outside the
-    task are [UNK].
+    """The tokenizer of the generated cloze task, a `WordPieces`: a token is a whole word or
+    punctuation mark, and words outside the task are [UNK].
 
     `vocab` does not include the start and end tokens of a piece, which follow it; the model has two
-    embedding rows more.
+    embedding rows more. `end` is None.
     """
 
     source = "made"
@@ -88,12 +90,14 @@ class GeneratedClozeTokenizer:
     pad, cls, mask = range(3)
 
     def __init__(self, vocab: int) -> None:
-        """Raises RequestError if `vocab` is too small for the task's words."""
+        """Set the vocabulary size and the hash. Raises RequestError if `vocab` is too small for the
+        four special tokens and the words of the generated task.
+        """
         min_vocab = len(_SPECIAL_TOKENS) + len(_WORDS)
         if vocab < min_vocab:
             raise RequestError(
-                f"a made vocabulary of {vocab} pieces; allowed: {min_vocab} or more, all words of the"
-                " made task"
+                f"a generated vocabulary of {vocab} pieces; allowed: {min_vocab} or more, all"
+                " words of the generated task"
             )
         self.vocab = vocab
         self.sha256 = hashlib.sha256(

@@ -163,13 +163,13 @@ def _parse_entities(entities: Any, text: str, location: str) -> tuple[str, ...]:
         )
         if type(start) is not int or type(end) is not int:
             raise RequestError(
-                f'{location}: entity {i} is {shown(entity)}; an entity is {{"start": 0, "end": 4}}, two'
-                " integers"
+                f'{location}: entity {i} is {shown(entity)}; an entity is {{"start": 0, "end": 4}},'
+                " two integers"
             )
         if not 0 <= start <= end < len(text):
             raise RequestError(
-                f"{location}: entity {i} is from {start} to {end}; allowed: 0 to {len(text) - 1}, the"
-                " last character of the passage, and no end before its start"
+                f"{location}: entity {i} is from {start} to {end}; allowed: 0 to {len(text) - 1},"
+                " the last character of the passage, and no end before its start"
             )
         texts.add(text[start : end + 1])
     return tuple(sorted(texts))

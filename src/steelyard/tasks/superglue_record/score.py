@@ -34,7 +34,8 @@ UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 class ClozeEvaluation(FrozenModel):
     """One evaluation, after `step` steps and `samples` trained samples: the chosen candidate of
-    every question, as (question, candidate) pairs.
+    every answered question, as (question, candidate) pairs in question order, candidate -1 if the
+    scores were not finite; `repeated` counts answers that came again.
     """
 
     step: int
@@ -44,21 +45,24 @@ class ClozeEvaluation(FrozenModel):
 
 
 class ClozePassOutputs(FrozenModel):
-    """The outputs of a pass that does not train: its evaluations."""
+    """The outputs of a pass of ReCoRD that does not train: its evaluations, of which it has one."""
 
     evaluations: list[ClozeEvaluation]
 
 
 class ClozeTrainOutputs(FrozenModel):
-    """The outputs of the training pass: its evaluations, and why it ended early, or None."""
+    """The outputs of ReCoRD's training pass: its evaluations in the order of steps (perhaps none),
+    and why it ended early, or None.
+    """
 
     evaluations: list[ClozeEvaluation]
     stopped: EarlyStop | None
 
 
 class ClozeOutputs(FrozenModel):
-    """What a record keeps of ReCoRD: per question the right candidates (`right`), and each
-    candidate's exact match (`em`) and F1; and the outputs of each pass.
+    """What a record keeps of ReCoRD: `items`, the number of evaluated questions; per question the
+    indices of the right candidates (`right`), and each candidate's exact match (`em`, 0 or 1) and
+    F1 (0 to 1); and the outputs of each pass.
     """
 
     items: int
@@ -69,8 +73,9 @@ class ClozeOutputs(FrozenModel):
 
     @model_validator(mode="after")
     def _check_candidates(self) -> Self:
-        """Raise ValueError if the lists do not fit the number of questions, or an evaluation names
-        a question or candidate that does not exist.
+        """Validate ReCoRD's outputs after parsing, and return them. Raises ValueError if a list's
+        length is not the number of questions, a question has unequally many `em` and `f1`, or an
+        evaluation names a question or candidate that does not exist (-1 is allowed).
         """
         if {len(self.right), len(self.em), len(self.f1)} != {self.items}:
             raise ValueError(f"candidates are not those of {self.items} questions")
@@ -85,12 +90,16 @@ class ClozeOutputs(FrozenModel):
                 0 <= item < self.items and -1 <= choice < len(self.em[item])
                 for item, choice in evaluation.choices
             ):
-                raise ValueError("an evaluation names a question or a candidate that is not there")
+                raise ValueError(
+                    "an evaluation names a question or a candidate that does not exist"
+                )
         return self
 
 
 def make_cloze_outputs(samples: "list[ClozeSample]") -> ClozeOutputs:
-    """Return outputs without any pass; exact match and F1 of every candidate are computed here."""
+    """Return outputs without any pass for the evaluation samples. Exact match and F1 (rounded to 6
+    digits) of every candidate are computed here, each the best over the sample's answers.
+    """
     return ClozeOutputs(
         items=len(samples),
         right=[list(sample.right) for sample in samples],
@@ -110,7 +119,9 @@ def make_cloze_outputs(samples: "list[ClozeSample]") -> ClozeOutputs:
 
 
 def match_exactly(text: str, answer: str) -> int:
-    """Return 1 if the two texts are equal after normalization, else 0."""
+    """Return 1 if the two texts have the same words after normalization (`_normalize_words`), else
+    0.
+    """
     return int(_normalize_words(text) == _normalize_words(answer))
 
 
@@ -131,10 +142,13 @@ def _normalize_words(text: str) -> list[str]:
 
 
 def check_cloze_outputs(pass_outputs: Any, outputs: ClozeOutputs) -> dict[str, Any]:
-    """Return an engine's outputs of a pass if a record can be made of them: `evaluations`, and
-    `stopped` if the pass trains. A pass without steps has exactly one evaluation.
+    """Return an engine's outputs of a pass as a new dict if a record can be made of them: exactly
+    `evaluations` (a list), and `stopped` (None or a dict with an integer `step`) if the pass
+    trains.
 
-    Raises TypeError or ValueError otherwise.
+    Raises TypeError for other keys or types; ValueError if a pass without `stopped` has not exactly
+    one evaluation, the steps of evaluations do not increase, or an evaluation names what does not
+    exist.
     """
     if not isinstance(pass_outputs, dict) or set(pass_outputs) not in (
         {"stopped", "evaluations"},
@@ -172,12 +186,14 @@ def check_cloze_outputs(pass_outputs: Any, outputs: ClozeOutputs) -> dict[str, A
 
 
 def _check_evaluation(evaluation: Any, outputs: ClozeOutputs) -> dict[str, Any]:
-    """Return one evaluation of an engine with its `step`, `samples` and `choices`, if they are
-    valid; raise TypeError or ValueError otherwise.
+    """Return a copy of one evaluation of an engine: `step` and `samples` (integers from 0), and
+    `choices`, a list of [question, candidate], candidate -1 if not finite. Raises TypeError for
+    other keys or types, or a negative number; ValueError if a question or candidate does not exist.
     """
     if not isinstance(evaluation, dict) or set(evaluation) != _EVALUATION_KEYS:
         raise TypeError(
-            f"the engine's outputs must be tables as evaluations: {', '.join(sorted(_EVALUATION_KEYS))}"
+            "the engine's outputs must be tables as evaluations:"
+            f" {', '.join(sorted(_EVALUATION_KEYS))}"
         )
     for name in ("step", "samples"):
         if type(evaluation[name]) is not int or evaluation[name] < 0:
@@ -197,7 +213,7 @@ def _check_evaluation(evaluation: Any, outputs: ClozeOutputs) -> dict[str, Any]:
         0 <= item < items and -1 <= choice < len(outputs.em[item]) for item, choice in choices
     ):
         raise ValueError(
-            f"the engine's outputs name a question beyond 0 to {items - 1}, or a candidate that it"
+            f"the engine's outputs name a question outside 0 to {items - 1}, or a candidate that it"
             " does not have"
         )
     return {
@@ -210,8 +226,10 @@ def _check_evaluation(evaluation: Any, outputs: ClozeOutputs) -> dict[str, Any]:
 def merge_cloze_outputs(
     outputs: ClozeOutputs, pass_name: str, rank_outputs: list[dict[str, Any]]
 ) -> ClozeOutputs:
-    """Return the outputs with one more pass, whose evaluations have the choices of all ranks in
-    question order. A question answered twice counts as repeated, and the later answer stays.
+    """Return a copy of the outputs with one more pass, from the checked outputs of all ranks:
+    evaluations of the same step become one, with all choices in question order and `samples` of the
+    first rank. A question answered twice counts as repeated, and the later answer stays. Pass
+    `train` also gets the earliest stop.
     """
     evaluations: dict[int, dict[str, Any]] = {}
     for rank in rank_outputs:
@@ -240,8 +258,9 @@ def merge_cloze_outputs(
 
 
 def score_cloze_outputs(outputs: ClozeOutputs, pass_name: str) -> dict[str, float]:
-    """Score the last evaluation of a pass over its answered questions: accuracy `acc` with standard
-    error `se`, exact match `em`, and `f1`. Empty if there is none.
+    """Return the scores (0 to 1) of the last evaluation of a pass over its answered questions:
+    accuracy `acc` with standard error `se`, mean exact match `em` and mean `f1`. A choice of -1
+    counts as wrong. Empty if there is no evaluation, or nothing was answered.
     """
     last = _find_last_evaluation(outputs, pass_name)
     if last is None or not last.choices:
@@ -257,8 +276,8 @@ def score_cloze_outputs(outputs: ClozeOutputs, pass_name: str) -> dict[str, floa
 
 
 def list_accuracies(outputs: ClozeOutputs, pass_name: str) -> list[tuple[int, int, float | None]]:
-    """Return (step, trained samples, accuracy) of each evaluation of a pass; accuracy is None if no
-    question was answered. Empty if there is no such pass.
+    """Return (step, trained samples, accuracy from 0 to 1) of each evaluation of a pass, in order;
+    accuracy is None if no question was answered. Empty if there is no such pass.
     """
     pass_outputs = outputs.passes.get(pass_name)
     evaluations = pass_outputs.evaluations if pass_outputs is not None else []
@@ -273,8 +292,8 @@ def list_accuracies(outputs: ClozeOutputs, pass_name: str) -> list[tuple[int, in
 
 
 def _compute_accuracy(outputs: ClozeOutputs, evaluation: ClozeEvaluation) -> float:
-    """Return the share of an evaluation's answered questions whose choice is right. Raises
-    ZeroDivisionError if there are none.
+    """Return the share (0 to 1) of an evaluation's answered questions whose chosen candidate is a
+    right one; -1 is wrong. Raises ZeroDivisionError if there are none.
     """
     return sum(choice in outputs.right[item] for item, choice in evaluation.choices) / len(
         evaluation.choices
@@ -282,7 +301,7 @@ def _compute_accuracy(outputs: ClozeOutputs, evaluation: ClozeEvaluation) -> flo
 
 
 def _find_last_evaluation(outputs: ClozeOutputs, pass_name: str) -> ClozeEvaluation | None:
-    """Return the last evaluation of a pass; None if there is none."""
+    """Return the last evaluation of a pass; None if the pass is missing or has none."""
     pass_outputs = outputs.passes.get(pass_name)
     return (
         pass_outputs.evaluations[-1]
@@ -294,8 +313,9 @@ def _find_last_evaluation(outputs: ClozeOutputs, pass_name: str) -> ClozeEvaluat
 def compare_cloze_outputs(
     first: ClozeOutputs, second: ClozeOutputs, pass_name: str
 ) -> Differences | None:
-    """Compare the candidates that two runs chose in the last evaluation of a pass; None if there is
-    none in either, or they are after different steps.
+    """Compare two runs by the last evaluation of a pass: how many questions both answered, and for
+    how many of these the chosen candidates differ. None if either has no evaluation, or they are
+    after different steps.
     """
     first_evaluation, second_evaluation = (
         _find_last_evaluation(first, pass_name),
@@ -315,8 +335,9 @@ def compare_cloze_outputs(
 
 
 def tally_cloze_answers(outputs: ClozeOutputs, pass_name: str) -> Tally | None:
-    """Return how the last evaluation of a pass covers the questions; None if the pass has no
-    evaluation (as training with random weights has none).
+    """Count for the last evaluation of a pass the questions, those without an answer, answers that
+    came again, and choices that are not finite (-1); return None if the pass has no evaluation (as
+    training with random weights has none).
     """
     last = _find_last_evaluation(outputs, pass_name)
     if last is None:
@@ -326,14 +347,15 @@ def tally_cloze_answers(outputs: ClozeOutputs, pass_name: str) -> Tally | None:
 
 
 def find_cloze_stop(outputs: ClozeOutputs) -> EarlyStop | None:
-    """Return why the pass `train` ended early; None if it did not, or is missing."""
+    """Return step and reason if the pass `train` ended early; None if it did not, or is missing."""
     pass_outputs = outputs.passes.get("train")
     return pass_outputs.stopped if isinstance(pass_outputs, ClozeTrainOutputs) else None
 
 
 def make_cloze_breakdowns(outputs: ClozeOutputs) -> list[Breakdown]:
-    """Return one table for the page, the accuracy of every evaluation in the order of the run; none
-    if there is no evaluation.
+    """Return a list with one table for the report page: step, trained samples and accuracy (0 to 1,
+    or None) of every evaluation, in the order before, train, after. Empty if there is no
+    evaluation.
     """
     rows = tuple(
         row for name in ("before", "train", "after") for row in list_accuracies(outputs, name)
