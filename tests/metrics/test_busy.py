@@ -186,5 +186,5 @@ def test_readings_out_of_order_are_contradictions() -> None:
 
 
 def test_columns_must_have_equal_lengths() -> None:
-    with pytest.raises(ValueError, match="own_s has not as many readings as t_s, which has 6"):
+    with pytest.raises(ValueError, match="own_s must have as many readings as t_s: 6"):
         make_load(1.0, own_s=[0.0])

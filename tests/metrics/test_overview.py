@@ -6,7 +6,7 @@ import pytest
 
 from fixtures.report import make_rated_record, make_records_of_two_accelerators
 from steelyard.metrics import overview
-from steelyard.metrics.estimates import Estimate
+from steelyard.metrics.estimates import Estimate, estimate_rate
 
 
 def test_repeats_are_one_row_with_the_spread_between_them() -> None:
@@ -68,3 +68,9 @@ def test_accelerators_on_different_questions_are_not_compared() -> None:
     other = last.model_copy(update={"case": last.case.model_copy(update={"key": "another"})})
     assert overview.compare_accelerators(overview.make_overview_rows([first, other])) == []
     assert overview.compare_accelerators(overview.make_overview_rows([first])) == []
+
+
+def test_a_rate_of_an_unknown_count_is_refused() -> None:
+    record = make_rated_record(1, 100.0)
+    with pytest.raises(ValueError, match="count_name 'token' is not known; allowed: tokens, sam"):
+        estimate_rate(record, "token")  # type: ignore[arg-type]

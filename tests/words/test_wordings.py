@@ -16,9 +16,9 @@ from steelyard import words
 from steelyard.errors import RequestError
 from steelyard.metrics.verify import verify_record
 from steelyard.record import record
-from steelyard.words import Message, version_1
+from steelyard.words import Message, Text, version_1
 
-WRONG_NOTES = ["the notes are not those that follow from the samples"]
+WRONG_NOTES = ["the notes do not follow from the samples"]
 CASE = "lambada-full-closed-bf16-torch"
 
 
@@ -179,3 +179,8 @@ def test_an_unknown_version_is_not_read(tmp_path: Path) -> None:
     path.write_bytes(record.to_canonical_bytes(json.loads(path.read_bytes()) | {"wording": 4}))
     with pytest.raises(RequestError, match="not a record: wording"):
         record.read_record(path)
+
+
+def test_a_text_in_an_unknown_language_is_refused() -> None:
+    with pytest.raises(ValueError, match="language 'de' is not known; allowed: en, zh"):
+        Text("code", "one", "二").in_language("de")  # type: ignore[arg-type]

@@ -26,7 +26,10 @@ MIN_DATASHEET_RATE = 1.0  # FLOP/s or bytes/s; a share of a smaller datasheet ra
 
 
 def derive_ceilings(record: SpecRecord) -> list[Ceiling]:
-    """Return the ceiling of each benchmark of a spec record, in the same order."""
+    """Return the ceiling (rate with interval, clock, power, share of the datasheet) of each
+    benchmark of a spec record, in the same order; computed anew from the raw timings, stored
+    ceilings are not read.
+    """
     peak = record.environment.hardware.peak
     devices = {rank.rank: rank.device for rank in record.ranks}
     series_by_device = {item.device: item for item in record.telemetry}
@@ -41,12 +44,13 @@ def derive_ceilings(record: SpecRecord) -> list[Ceiling]:
 def _derive_ceiling(
     bench: BenchTimings, limits: BenchLimits, peak: PeakFacts | None, series: TelemetrySeries | None
 ) -> Ceiling:
-    """Return the ceiling of one benchmark: amount of work over time of its settled stretches, in
-    the benchmark's unit per second.
+    """Return the ceiling of one benchmark: amount of work over time of its settled stretches
+    (groups of calls timed together), in the benchmark's unit per second, with interval, mean clock
+    and power, and share of the datasheet's rate.
 
-    For a benchmark in bytes (unit "B") the value is the amount itself. The value is None, with a
-    note, if the result was wrong or missing, or took less time than a clock can tell. `series` is
-    the telemetry of its device.
+    For a benchmark in bytes (unit "B") the value is the amount itself, without these. The value is
+    None, with a note, if the benchmark gave its own reason, its result was wrong or missing, or all
+    took less than 1 ns. `series` is the telemetry of its device, None if there is none.
     """
     message = make_ceiling_note(bench, limits)
     note = message and make_storable(message)
@@ -78,8 +82,10 @@ def _derive_ceiling(
 
 
 def make_ceiling_note(bench: BenchTimings, limits: BenchLimits) -> Message | None:
-    """Return the note beside a ceiling: why it has no value, how an amount in bytes was found, or
-    that its rate did not become steady; None if there is nothing to say.
+    """Return the note beside a ceiling, the first that applies: why it has no value; for an amount
+    in bytes how it was found; that timings were too short (below 1 ns in total); that the last
+    `limits.last` stretches did not agree within the share `limits.within`. None if there is nothing
+    to say.
     """
     why = _explain_absence(bench)
     if why is not None:
@@ -101,8 +107,8 @@ def make_ceiling_note(bench: BenchTimings, limits: BenchLimits) -> Message | Non
 
 
 def _explain_absence(bench: BenchTimings) -> Message | None:
-    """Return why a benchmark has no value: its own reason, a wrong result, or no amount; None if it
-    has one.
+    """Return why a benchmark has no value: its own reason, a result beyond its error bound, or no
+    amount of work, in this order; None if it has one.
     """
     if bench.reason is not None:
         return Message("ceiling.text", {"text": bench.reason})
@@ -112,8 +118,8 @@ def _explain_absence(bench: BenchTimings) -> Message | None:
 
 
 def describe_wrong_result(bench: BenchTimings) -> Message:
-    """Return a message for a result that failed its check against fp64: not finite, or the error
-    and the bound that it exceeds.
+    """Return a message for a benchmark whose result failed its check against fp64: that it is not
+    finite (also if there is no check or no error), or its error and the bound that it exceeds.
     """
     if bench.checked is None or bench.checked.error is None:
         return Message("ceiling.not_finite")
@@ -123,10 +129,12 @@ def describe_wrong_result(bench: BenchTimings) -> Message:
 def select_settled_stretches(
     stretches: list[TimedCalls], limits: BenchLimits
 ) -> tuple[bool, list[TimedCalls]]:
-    """Return whether the last `limits.last` stretches agree in time per call within
-    `limits.within`, and the stretches that the rate is taken over.
+    """Return (whether the rate is steady, the stretches that it is taken over); a stretch is a
+    number of calls timed together.
 
-    These are the last ones if they agree, else the later half of all (at least `limits.last`).
+    It is steady if there are `limits.last` stretches and the times per call of the last ones are
+    positive and agree within the share `limits.within`; these are then returned. Otherwise the
+    later half of all, at least `limits.last` as far as there are so many.
     """
     last_stretches = stretches[-limits.last :]
     call_times_s = [stretch.time_s / stretch.calls for stretch in last_stretches]
@@ -140,10 +148,10 @@ def select_settled_stretches(
 
 
 def find_datasheet_rate(bench: BenchTimings, peak: PeakFacts | None) -> float | None:
-    """Return the datasheet's rate for a benchmark: dense FLOP/s of its precision for groups matmul
-    and attention, bytes/s for group memory.
+    """Return the datasheet's rate of one device for a benchmark: dense FLOP/s of its precision for
+    groups matmul and attention, bytes/s for group memory.
 
-    None for other groups, and if the datasheet or its rate is unknown.
+    None for other groups, and if the datasheet row or its rate is unknown or below 1.
     """
     if peak is None:
         return None
@@ -157,10 +165,10 @@ def find_datasheet_rate(bench: BenchTimings, peak: PeakFacts | None) -> float | 
 def _mean_clock_and_power(
     series: TelemetrySeries | None, stretches: list[TimedCalls]
 ) -> tuple[float | None, float | None]:
-    """Return the device's mean SM clock (MHz) and power (W) while the stretches ran; each None if
-    unknown.
+    """Return (mean SM clock in MHz, mean power in W) of the device from the first stretch's start
+    to the last one's end; each None if unknown, both without telemetry.
 
-    If no reading lies within, those one sampling period around it count.
+    If no reading lies within, those up to one sampling period before and after count.
     """
     if series is None:
         return None, None
@@ -183,8 +191,8 @@ def verify_spec_record(path: Path) -> list[str]:
 
 
 def read_verified_spec_record(path: Path) -> SpecRecord:
-    """Read a spec record and verify it; raise RequestError with the first problem if it is none or
-    does not verify.
+    """Read a spec record (a machine's measured ceilings, of `steelyard spec`), verify it and return
+    it; raise RequestError if the file is none, or, with the first problem, if it does not verify.
     """
     record = ceilings_record.read_spec_record(path)
     problems = _find_problems(path, record)
@@ -194,8 +202,9 @@ def read_verified_spec_record(path: Path) -> SpecRecord:
 
 
 def _find_problems(path: Path, record: SpecRecord) -> list[str]:
-    """Return what is wrong with a spec record: bytes that do not match its hashes, ceilings that do
-    not follow from its benchmarks, or a status that contradicts its failure.
+    """Return what is wrong with a spec record, as sentences: bytes of the file at `path` that do
+    not match its hashes, ceilings that do not follow from its benchmarks, or a status or reasons
+    that contradict its failure; empty if it is sound.
     """
     problems = ceilings_record.find_spec_record_damage(path)
     for bench, stored, derived in zip(
@@ -211,12 +220,14 @@ def _find_problems(path: Path, record: SpecRecord) -> list[str]:
     if record.status != ("failed" if record.failure else "valid") or bool(record.failure) != bool(
         record.reasons
     ):
-        problems.append("the status does not follow from what is there")
+        problems.append("the status contradicts the failure and reasons of the record")
     return problems
 
 
 def _is_same_ceiling(stored: Ceiling, derived: Ceiling) -> bool:
-    """Return whether two ceilings are equal, numbers to a relative 1e-9; their notes may differ."""
+    """Return whether two ceilings are equal: `steady` exactly, numbers and interval to a relative
+    1e-9, None only to None. Notes are not compared.
+    """
     if (stored.interval is None) != (derived.interval is None) or stored.steady != derived.steady:
         return False
     names = ("value", "sm_clock_mhz", "power_w", "peak", "share")

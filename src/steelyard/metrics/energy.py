@@ -13,7 +13,7 @@ from steelyard import words
 from steelyard.metrics import device_readings
 from steelyard.metrics.passes import RateSpan, find_rate_span
 from steelyard.metrics.rates import find_series, make_missing_headline_result
-from steelyard.metrics.result import Result
+from steelyard.metrics.result import Result, WorkName
 from steelyard.record.record import Record
 from steelyard.record.run_facts import TelemetrySeries
 from steelyard.words import Message
@@ -162,7 +162,7 @@ def measure_device_energy(series: TelemetrySeries, begin_s: float, end_s: float)
     )
 
 
-def energy_per_count(record: Record, key: str) -> Result:
+def energy_per_count(record: Record, key: WorkName) -> Result:
     """Return joules per unit of the count `key` ("tokens" or "samples") in the span that rates are
     taken over, all devices together; without a value if energy or count is unknown or the count is
     0.
@@ -178,7 +178,7 @@ def energy_per_count(record: Record, key: str) -> Result:
     )
 
 
-def count_per_joule(record: Record, key: str) -> Result:
+def count_per_joule(record: Record, key: WorkName) -> Result:
     """Return the count `key` ("tokens" or "samples") of the span that rates are taken over per
     joule, all devices together; without a value if energy or count is unknown, or either is 0.
     """

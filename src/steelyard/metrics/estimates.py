@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from steelyard.case.case import AUTO
 from steelyard.metrics import passes, stats
-from steelyard.metrics.result import work_name
+from steelyard.metrics.result import WorkName, work_name
 from steelyard.record.record import Record
 from steelyard.schema import to_canonical_json
 
@@ -118,15 +118,17 @@ class Estimate:
         )
 
 
-def estimate_rate(record: Record, count_name: str | None = None) -> Estimate | None:
+def estimate_rate(record: Record, count_name: WorkName | None = None) -> Estimate | None:
     """Return the rate of a record, work of all devices per second of wall time, with its interval.
 
     `count_name` is "tokens" or "samples"; None means what this record's rates count (`work_name`).
     It is the stored metric `tokens_per_device_s` times the number of devices, or `samples_per_s`:
     over the headline pass, in training over the steady window. None if the record has no such
     value, or one outside 1e-30 to 1e30; an interval that does not contain the value is dropped. The
-    record's status does not matter.
+    record's status does not matter. Raise ValueError for another `count_name`.
     """
+    if count_name not in (None, "tokens", "samples"):
+        raise ValueError(f"count_name {count_name!r} is not known; allowed: tokens, samples")
     tokens = (count_name or work_name(record)) == "tokens"
     metric_name, devices = (
         ("tokens_per_device_s", record.plan.world) if tokens else ("samples_per_s", 1)

@@ -21,8 +21,9 @@ LATE_S = 1.0  # a device reading may end late, and other hosts' clocks differ
 
 
 def find_contradictions(record: Record) -> list[str]:
-    """Return what cannot be true in a finished run, as sentences; empty if nothing, and always for
-    a failed run, which may have ended anywhere.
+    """Return what cannot be true together in a finished run, as English sentences: about its ranks,
+    budget, scope, passes and samples, and readings; empty if nothing, and always for a failed run,
+    which may have ended anywhere.
     """
     if record.failure is not None:
         return []
@@ -39,7 +40,9 @@ def find_contradictions(record: Record) -> list[str]:
 
 
 def _check_ranks(record: Record) -> Iterator[str]:
-    """Yield the first rank of the plan that the record lacks, and the first that is not "done"."""
+    """Yield a sentence for the first rank of the plan that the record lacks, and one for the first
+    rank whose status is not "done".
+    """
     known_ranks = {facts.rank for facts in record.ranks}
     # stops at the first: a forged record may name a vast number of ranks
     missing = next((rank for rank in range(record.plan.world) if rank not in known_ranks), None)
@@ -53,22 +56,23 @@ def _check_ranks(record: Record) -> Iterator[str]:
 
 
 def _check_scope(record: Record) -> Iterator[str]:
-    """Yield a sentence if the answers are not those of the subjects or rows that the scope names,
-    or if a full scope names any.
+    """Yield at most one sentence: that a full scope names subjects or rows, or else that the
+    answers are not those of the subjects or rows that the scope names (`Task.off_scope`). Nothing
+    if there are no answers or the scope names neither.
     """
     scope, answers = record.scope, record.answers
     if answers is None or (scope.subjects is None and scope.rows is None):
         return
     problem = record.task.off_scope(answers, scope.selected)
     if scope.kind == "full":
-        yield "the scope is full, and names a part of the data"
+        yield "the scope is full, but names subjects or rows"
     elif problem is not None:
-        yield f"the answers are not those of the scope: {problem}"
+        yield f"the answers do not match the subjects or rows of the scope: {problem}"
 
 
 def _check_budget(record: Record) -> list[str]:
-    """Return at most one sentence: a part of rank 0's time budget that differs from the run's
-    budget.
+    """Return at most one sentence: the first part of rank 0's time budget whose seconds differ from
+    those in the run's budget; empty if all are equal or rank 0 has none.
     """
     first_budget = next((facts.budget for facts in record.ranks if facts.rank == 0), None) or {}
     different = [name for name, time_s in first_budget.items() if record.budget.get(name) != time_s]
@@ -76,8 +80,10 @@ def _check_budget(record: Record) -> list[str]:
 
 
 def _check_window(record: Record, window: PassFacts) -> Iterator[str]:
-    """Yield what cannot be true of one pass on one rank: its time in the rank's budget, its end
-    after that of the run, and its samples.
+    """Yield a sentence for each thing that cannot be true of one pass on one rank (`window`): its
+    seconds in the rank's budget less than its wall time or clearly more (2 %, 0.1 s and 0.1 ms for
+    each sample), an end more than 1 s after the run's, and contradictions in its samples
+    (`_check_samples`).
     """
     steps = [
         item for item in passes.select_samples(record, window.pass_name) if item.rank == window.rank
@@ -96,11 +102,12 @@ def _check_window(record: Record, window: PassFacts) -> Iterator[str]:
 
 
 def _check_samples(label: str, steps: list[Sample], wall_s: float, reported: bool) -> Iterator[str]:
-    """Yield what cannot be true of a rank's samples in a pass: a step that ends after the pass,
-    ends before it starts, or does not start where the one before it ends.
+    """Yield what cannot be true of a rank's samples in a pass, at most one sentence for each: a
+    step that ends after the pass (by over 0.1 % and 2 ms), ends before it starts, or does not start
+    exactly where the one before it ends.
 
-    Device and host timelines are both checked. `label` names pass and rank. If `reported`, step
-    ends are checked on the host timeline only, because the others are a program's own.
+    Device and host times are both checked. `label` names pass and rank, `wall_s` is the pass's. If
+    `reported`, the first check is on host times only, because the others are a program's own.
     """
     most_s = wall_s * (1 + CLOCK_DIFFERENCE_SHARE) + CLOCK_DIFFERENCE_S
     last_end_s = max(
@@ -135,8 +142,8 @@ def _check_samples(label: str, steps: list[Sample], wall_s: float, reported: boo
 
 
 def _check_readings(record: Record) -> Iterator[str]:
-    """Yield what cannot be true of telemetry and CPU readings: times that are out of order, or more
-    than a second after the run's end.
+    """Yield a sentence for each device's telemetry and each host's CPU readings whose times are not
+    in order, or whose last is more than 1 s after the run's end (the sum of its budget).
     """
     total_s = sum(record.budget.values())
     loads = [(host.name, host.load) for host in record.hosts if host.load is not None]
@@ -146,6 +153,8 @@ def _check_readings(record: Record) -> Iterator[str]:
     ]
     for source_name, kind_text, times in all_readings:
         if any(b < a for a, b in pairwise(times)):
-            yield f"{source_name}: readings{kind_text} are not in the order of their times"
+            yield f"{source_name}: readings{kind_text} are not sorted by time"
         if times and times[-1] > total_s + LATE_S:
-            yield f"{source_name}: a reading{kind_text} at {times[-1]} s, after a run of {total_s} s"
+            yield (
+                f"{source_name}: a reading{kind_text} at {times[-1]} s, after a run of {total_s} s"
+            )

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from steelyard.metrics.rates import MetricFormula
 from steelyard.record.record import Record
-from steelyard.tasks.task import Task, TextPair
+from steelyard.tasks.task import Better, NumberForm, Task, TextPair, check_better_and_form
+from steelyard.words import LANGS, Lang
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,18 @@ class Metric:
 
     name: str
     unit: str | Callable[[Record], str]
-    better: str  # "higher", "lower", or "" if neither is better
+    better: Better
     formula: MetricFormula | None
     en: TextPair
     zh: TextPair
-    form: str = "number"
+    form: NumberForm = "number"
     shown: str | None = None
     published_unit: str | None = None
     tasks: Callable[[Task], bool] = lambda task: True  # whether a task has this metric
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if `better` or `form` is not one of the allowed words."""
+        check_better_and_form(self.name, self.better, self.form)
 
     @property
     def heading(self) -> str:
@@ -50,6 +55,8 @@ class Metric:
         """Return the unit for this record; empty text for a plain ratio."""
         return self.unit if isinstance(self.unit, str) else self.unit(record)
 
-    def meaning(self, lang: str) -> TextPair:
-        """Return (title, meaning) in Chinese for "zh", and in English for any other language."""
+    def meaning(self, lang: Lang) -> TextPair:
+        """Return (title, meaning) in a language. Raise ValueError for one that is not in LANGS."""
+        if lang not in LANGS:
+            raise ValueError(f"language {lang!r} is not known; allowed: {', '.join(LANGS)}")
         return self.zh if lang == "zh" else self.en

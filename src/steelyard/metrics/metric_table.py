@@ -15,11 +15,16 @@ from steelyard.metrics.metric import Metric
 from steelyard.metrics.metric_rows import OTHERS, RATES
 from steelyard.metrics.result import Result
 from steelyard.record.record import Record, Value
-from steelyard.tasks.task import Score, Task
+from steelyard.tasks.task import NumberForm, Score, Task
 from steelyard.words import Message
 
 GROUP = "steelyard.metrics"
-FORM_BY_UNIT = {"fraction": "percent", "share": "percent", "GiB": "gib", "s": "seconds"}
+FORM_BY_UNIT: dict[str, NumberForm] = {
+    "fraction": "percent",
+    "share": "percent",
+    "GiB": "gib",
+    "s": "seconds",
+}
 
 
 def list_task_metrics(task: Task) -> list[Metric]:

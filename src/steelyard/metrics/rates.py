@@ -10,6 +10,7 @@ from collections.abc import Callable
 # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
 from math import fsum
 from statistics import fmean
+from typing import Literal
 
 from steelyard.metrics import device_readings, formulas_1, stats
 from steelyard.metrics.passes import (
@@ -108,13 +109,13 @@ def headline_rate(record: Record, key: str, per_device: bool = False) -> Result:
     )
 
 
-def model_flops(record: Record, convention: str) -> Result:
+def model_flops(record: Record, convention: flops.Convention) -> Result:
     """Return the model FLOPs of the span that rates are taken over, of all devices together, by the
     convention "causal", "palm" or "nominal" (`plan/flops.py`).
 
     In training a step counts as three forwards; recomputation does not count. Without a value if
     there are no tokens, or, for "nominal", if the model states no nominal number of parameters.
-    Raises KeyError for another convention.
+    Raises ValueError for another convention.
     """
     rate_span = find_rate_span(record)
     if rate_span is None or not rate_span.counts.get("tokens"):
@@ -173,7 +174,7 @@ def _rank_matmul_rate(record: Record, facts: RankFacts) -> float | None:
 
 def mfu(
     record: Record,
-    convention: str,
+    convention: flops.Convention,
     seconds: Callable[[RateSpan], float | None],
     ceiling: MetricFormula,
 ) -> Result:
@@ -269,7 +270,7 @@ def rank_memory_gib(record: Record, rank: int) -> float | None:
     )
 
 
-def framework_memory(record: Record, key: str) -> Result:
+def framework_memory(record: Record, key: Literal["reserved_bytes", "allocated_bytes"]) -> Result:
     """Return the peak of the framework's allocator in GiB in the headline pass, of the rank with
     most.
 

@@ -6,11 +6,13 @@ with a reason code, or notes. Third-party metrics and kinds of work import these
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from steelyard.record.record import Record, Value
 from steelyard.words import Message, MessageValues
 
 GIB = 1 << 30
+WorkName = Literal["tokens", "samples"]  # the counts that rates are taken of
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def make_absent_result(pass_name: str) -> Result:
     return Result(None, Message("metric.absent", {"pass": pass_name}))
 
 
-def work_name(record: Record) -> str:
+def work_name(record: Record) -> WorkName:
     """Return the count that rates are taken of: "tokens" or "samples".
 
     It is "tokens" in division closed, where every token is computed, unless the task's published

@@ -26,7 +26,7 @@ from steelyard.metrics.engine_groups import AnswerDifferences
 from steelyard.metrics.estimates import Estimate, IntervalSource
 from steelyard.metrics.ratio import Ratio
 from steelyard.metrics.record_fields import FieldDifference
-from steelyard.metrics.result import work_name
+from steelyard.metrics.result import WorkName, work_name
 from steelyard.record.record import Record
 
 STEP_SIZE_TOLERANCE = 0.01  # relative; packed steps of one size differ by less
@@ -202,8 +202,8 @@ def make_side(name: str, records: Sequence[Record]) -> ComparisonSide:
     )
     if differences:
         raise RequestError(
-            f"{name}: these records are not repeats of one run: {record_fields.format_differences(differences)}; give the"
-            " records of one run"
+            f"{name}: these records are not repeats of one run:"
+            f" {record_fields.format_differences(differences)}; give the records of one run"
         )
     return new_side
 
@@ -228,8 +228,9 @@ def compare_sides(
     ]
     if not_allowed:
         raise RequestError(
-            f"the questions differ: {record_fields.format_differences(not_allowed)}; to compare them anyway, name what"
-            f" differs, such as --across {'.'.join(not_allowed[0].name.split('.')[:2])}"
+            f"the questions differ: {record_fields.format_differences(not_allowed)}; to compare"
+            f" them anyway, name what differs, such as"
+            f" --across {'.'.join(not_allowed[0].name.split('.')[:2])}"
         )
     unit, count_name, why = _choose_work(base, new)
     side_rates = tuple(_list_rates(item, count_name) if count_name else [] for item in (base, new))
@@ -269,7 +270,7 @@ def compare_sides(
 
 def _choose_work(
     base: ComparisonSide, new: ComparisonSide
-) -> tuple[str, str | None, NoRatioReason | None]:
+) -> tuple[str, WorkName | None, NoRatioReason | None]:
     """Return (unit of both rates, the count they are taken of: "tokens" or "samples", None); or
     ("", None, the reason) if the rates count different work.
 
@@ -285,7 +286,7 @@ def _choose_work(
     return "", None, NoRatioReason("different_work", tuple(sorted(units)))
 
 
-def _list_rates(one_side: ComparisonSide, count_name: str) -> list[Estimate]:
+def _list_rates(one_side: ComparisonSide, count_name: WorkName) -> list[Estimate]:
     """Return the rates of the side's valid runs that have one, by this count."""
     return [
         estimate

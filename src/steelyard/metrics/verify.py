@@ -19,8 +19,8 @@ from steelyard.record.record import Check, Reason, Record, Value
 
 
 def read_verified_record(path: Path) -> Record:
-    """Read a record and verify it; raise RequestError with the first problem if it is none or does
-    not verify.
+    """Read a record file, verify it and return the record; raise RequestError if the file is no
+    record, or, with the first problem, if it does not verify.
     """
     run_record = record.read_record(path)
     for problem in _find_problems(path, run_record):
@@ -29,17 +29,18 @@ def read_verified_record(path: Path) -> Record:
 
 
 def verify_record(path: Path) -> list[str]:
-    """Return what is wrong with a record, as sentences; empty if it is sound. Raises RequestError
-    if the file is not a record.
+    """Return everything that is wrong with a record file, as sentences; empty if it is sound.
+    Raises RequestError if the file is not a record.
     """
     return list(_find_problems(path, record.read_record(path)))
 
 
 def list_remarks(path: Path) -> list[str]:
-    """Return remarks on a record that are no errors: that its question is not that of the shipped
-    case of its name, and why; empty if it is.
+    """Return at most one remark on a record that is no error: that no case of its name is shipped,
+    that the shipped case has no such question, or that its key is not the shipped case's, with the
+    fields that came later if these explain it. Empty if the keys are equal.
 
-    Raises RequestError if the file is not a record.
+    Nothing is verified. Raises RequestError if the file is not a record.
     """
     run_record = record.read_record(path)
     case = run_record.case
@@ -60,15 +61,18 @@ def list_remarks(path: Path) -> list[str]:
             " another question now"
         ]
     return [
-        f"the key is {case.key}; that of the shipped case {case.name} with these data is {shipped_key}"
+        f"the key is {case.key}; that of the shipped case {case.name} with these data is"
+        f" {shipped_key}"
     ]
 
 
 def _find_problems(path: Path, run_record: Record) -> Iterator[str]:
-    """Yield what is wrong with a record, as sentences: bytes, question, metrics, checks, notes,
-    quality, status, and contradictions in its evidence.
+    """Yield what is wrong with a record, as sentences: bytes that do not match hashes, question and
+    key, metrics, checks, notes, quality, status and reasons that do not follow from its samples,
+    and contradictions in its evidence.
 
-    Everything is derived again, by the record's version of the formulas.
+    Everything is derived again, by the record's version of the formulas. Checks that would be
+    derived now and that the record lacks are no problem.
     """
     metrics = metric_table.derive_metrics(run_record)
     checks, reasons, notes, quality = validity.judge_record(run_record, metrics)
@@ -82,7 +86,7 @@ def _find_problems(path: Path, run_record: Record) -> Iterator[str]:
         if derived_checks.get(name) != stored_results:
             yield f"check {name!r} does not follow from the samples"
     if not words.are_all_among(run_record.notes, notes):
-        yield "the notes are not those that follow from the samples"
+        yield "the notes do not follow from the samples"
     if (run_record.quality.value, run_record.quality.evaluated) != (
         quality.value,
         quality.evaluated,
@@ -95,8 +99,8 @@ def _find_problems(path: Path, run_record: Record) -> Iterator[str]:
 
 
 def _group_results(checks: list[Check]) -> dict[str, list[bool]]:
-    """Return whether checks passed, in lists by name, because a check that is made for every rank
-    occurs several times.
+    """Return, by name of a check, whether each check of that name passed, in order; a check that is
+    made for every rank occurs several times.
     """
     return {
         name: [check.ok for check in group]
@@ -105,22 +109,24 @@ def _group_results(checks: list[Check]) -> dict[str, list[bool]]:
 
 
 def _check_metrics(run_record: Record, derived: dict[str, Value]) -> Iterator[str]:
-    """Yield the metrics of a record that do not follow from its samples, or that cannot be derived
-    at all. Metrics that an older record lacks are no problem.
+    """Yield a sentence for each stored metric that differs from the derived one (value, interval or
+    unit), or that this version cannot derive. Metrics that an older record lacks are no problem,
+    nor is another note.
     """
     # a record may be older than a metric, or than the text of a note
     for name, stored in run_record.metrics.items():
         if name not in derived:
-            yield f"metric {name!r} is not one that can be derived"
+            yield f"metric {name!r} cannot be derived: no formula has this name"
         elif not _is_same_value(stored, derived[name]):
             yield (
-                f"metric {name} is {stored.value}; recomputed from the samples: {derived[name].value}"
+                f"metric {name} is {stored.value}; recomputed from the samples:"
+                f" {derived[name].value}"
             )
 
 
 def _is_same_value(stored: Value, derived: Value) -> bool:
-    """Return whether two values are equal, numbers to a relative 1e-9; units must be equal, notes
-    may differ.
+    """Return whether two values of a metric are equal: units exactly, value and both ends of the
+    interval to a relative 1e-9, None only to None. Notes may differ.
     """
     if stored.unit != derived.unit or (stored.interval is None) != (derived.interval is None):
         return False
@@ -135,26 +141,28 @@ def _is_same_value(stored: Value, derived: Value) -> bool:
 
 
 def _check_status(run_record: Record, derived_reasons: list[Reason]) -> Iterator[str]:
-    """Yield a sentence if the reasons' codes or the status do not follow from the samples. A failed
-    run's first reason is its failure and is not derived.
+    """Yield a sentence if the codes of the reasons, in order, are not the derived ones or a failed
+    run has none, and one if the status is not failed (with a failure), invalid (with derived
+    reasons) or valid. A failed run's first reason is its failure and is not derived.
     """
     stored_reasons = run_record.reasons[1:] if run_record.failure else run_record.reasons
     status = "failed" if run_record.failure else "invalid" if derived_reasons else "valid"
     if [reason.code for reason in stored_reasons] != [
         reason.code for reason in derived_reasons
     ] or (run_record.failure and not run_record.reasons):
-        yield "the reasons are not those that follow from the samples"
+        yield "the reasons do not follow from the samples"
     if run_record.status != status:
-        yield f"the status is {run_record.status}; it follows from the samples that it is {status}"
+        yield f"the status is {run_record.status}; recomputed from the samples: {status}"
 
 
 def _check_question(run_record: Record) -> Iterator[str]:
-    """Yield a sentence if the key is not that of the question, or names of division or precision do
-    not match it.
+    """Yield a sentence for each of: a key that is not the hash of the question, a division or
+    precision of the case that is not the question's, and a precision that bears the name of a
+    preset and has other values.
     """
     case = run_record.case
     if compute_question_key(case.question, run_record.fingerprint) != case.key:
-        yield "the key is not that of the question"
+        yield "the key does not follow from the question and the data"
     if (run_record.question.division, run_record.question.precision.name) != (
         case.division,
         case.precision,
@@ -163,4 +171,4 @@ def _check_question(run_record: Record) -> Iterator[str]:
     precision = run_record.question.precision
     actual_name = name_precision(run_record.question.kind, precision.model_dump())
     if precision.name in load_presets()[run_record.question.kind] and precision.name != actual_name:
-        yield f"the precision is called {precision.name}, and is {actual_name}"
+        yield (f"the precision is named {precision.name}, but its settings are {actual_name}")

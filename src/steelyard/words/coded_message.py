@@ -40,7 +40,9 @@ class Text:
     zh: str
 
     def in_language(self, lang: Lang) -> str:
-        """Return the template of this code in a language: the Chinese one for `zh`, else the
-        English one.
+        """Return the template of this code in a language. Raise ValueError for one that is not
+        in LANGS.
         """
+        if lang not in LANGS:
+            raise ValueError(f"language {lang!r} is not known; allowed: {', '.join(LANGS)}")
         return self.zh if lang == "zh" else self.en
