@@ -485,7 +485,10 @@ def test_a_task_without_a_page_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delitem(flagperf.LAYOUTS, "mmlu")
     with pytest.raises(RequestError) as caught:
         flagperf_pages([make_run("llama2-7b-mmlu")], "en")
-    expected = "--layout flagperf: case llama2-7b-mmlu asks mmlu; FlagPerf has pages of "
+    expected = (
+        "--layout flagperf: case llama2-7b-mmlu is of task mmlu, for which FlagPerf has no page;"
+        " tasks with a page: "
+    )
     assert str(caught.value) == expected + "lambada, alpaca, openwebtext, superglue_record"
 
 

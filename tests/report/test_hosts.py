@@ -104,3 +104,8 @@ def test_where_ranks_hung_is_on_the_page() -> None:
     failure |= {"stacks": {"1": "Thread 1: in all_reduce"}}
     blocks = run_details.build_run_details(make_run(failure=failure), 2, EN)
     assert Code("Thread 1: in all_reduce") in blocks
+
+
+def test_ranks_that_are_not_consecutive_are_listed() -> None:
+    record = make_run(hosts=[make_host("north", 0, 2), make_host("south", 1, 3)])
+    assert [row[1] for row in list_cell_texts(build_hosts_table(record, EN))] == ["0, 2", "1, 3"]

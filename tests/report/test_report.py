@@ -273,7 +273,8 @@ def test_number_formats() -> None:
         format_count(10854627),
         format_count(True),
         format_setting({"a": 1e-5, "b": None, "c": [1, 2]}),
-    ) == ("10,854,627", "true", "a=1e-05, c=[1, 2]")
+        format_setting(()),
+    ) == ("10,854,627", "true", "a=1e-05, c=[1, 2]", "/")
 
 
 def test_a_page_has_only_numbers_of_the_record() -> None:

@@ -13,7 +13,7 @@ from fixtures.report import (
     make_records_of_two_accelerators,
 )
 from steelyard import report
-from steelyard.record.record import Record
+from steelyard.record.record import PublishedFacts, Record
 from steelyard.report import chart_geometry, charts
 from steelyard.report.case_tables import build_comparison_table
 from steelyard.report.document import (
@@ -30,6 +30,7 @@ from steelyard.report.document import (
     Table,
 )
 from steelyard.report.numbered_runs import group_by_case
+from steelyard.report.published_rows import PublishedRow
 from steelyard.report.report_page import build_date_paragraph, list_machines
 from steelyard.words import PageWords
 
@@ -367,3 +368,10 @@ def test_a_breakdown_of_zeros_is_one_line() -> None:
     assert line == Paragraph("By subject: 2 rows, nothing but zeros.", "muted")
     blocks = _breakdown_elements(Stub((("a", 0.0), ("b", 0.5))), 5, EN)  # type: ignore[arg-type]
     assert [type(block).__name__ for block in blocks] == ["Heading", "Table"]
+
+
+def test_a_published_rate_that_is_text_gives_way_to_the_next() -> None:
+    facts = PublishedFacts.model_construct(
+        config="2x NVIDIA A100 (1x2)", values={"p_infer_whole": "see note", "p_whole": 10.0}
+    )
+    assert PublishedRow(1, facts).device_rate(in_samples=False) == (5.0, "tokens/s")

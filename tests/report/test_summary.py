@@ -17,7 +17,7 @@ from steelyard.report.document import (
     TableColumn,
     TableRow,
 )
-from steelyard.report.plain_text import display_width
+from steelyard.report.plain_text import display_width, pad_to_width
 
 AFTER_RUNS = """\
 size full · torch
@@ -212,3 +212,17 @@ def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
     text = report.render_text(Page("", "en", blocks, "foot " * 40), columns)
     assert max(map(display_width, text.splitlines())) <= columns
     assert f"Not shown: {'b, c, d' if columns == 40 else 'c, d' if columns == 60 else 'c'}" in text
+
+
+def test_units_on_a_chinese_page_are_chinese() -> None:
+    records = make_records_of_all_statuses()
+    for page in (report.build_summary_page(records, "zh"), report.build_brief_page(records, "zh")):
+        text = report.render_text(page, 300)
+        assert "题/s" in text
+        assert "questions/s" not in text
+
+
+def test_padding_to_an_unknown_side_is_refused() -> None:
+    assert (pad_to_width("a", 3), pad_to_width("a", 3, "right")) == ("a  ", "  a")
+    with pytest.raises(ValueError, match="align 'centre' is not known; allowed: left, right"):
+        pad_to_width("a", 3, "centre")  # type: ignore[arg-type]

@@ -73,11 +73,12 @@ def render(
     build: Callable[[list[Record], Lang], Page] = build_report_page,
     columns: int | None = None,
 ) -> str:
-    """Build a page from records and return it as a string in one of FORMATS (`text`, `md`, `html`).
+    """Build a page from records and return it as a string in one of FORMATS (`text`, `md`, `html`);
+    nothing is printed or written.
 
-    `build` makes the page; the default is the whole report. `columns` is the terminal width that
-    plain text must fit; the other formats ignore it. Raises RequestError if `records` is empty or
-    the format or language is unknown.
+    `build(records, lang)` makes the page; the default is the whole report. `lang` is `en` or `zh`.
+    `columns` is the terminal width that plain text must fit (None: no limit); the other formats
+    ignore it. Raises RequestError if `records` is empty or the format or language is unknown.
     """
     return format_page(build(_check_not_empty(records), _check_language(lang)), format, columns)
 
@@ -85,11 +86,11 @@ def render(
 def render_ceilings(
     records: list[SpecRecord], format: str, lang: str, columns: int | None = None
 ) -> str:
-    """Return the page of spec records (measured ceilings of machines) as a string in one of
-    FORMATS.
+    """Return the page of spec records (measured ceilings of machines, from `steelyard spec`) as a
+    string in one of FORMATS.
 
-    `columns` is the terminal width for plain text. Raises RequestError if `records` is empty or the
-    format or language is unknown.
+    `columns` is the terminal width that plain text must fit; None means no limit. Raises
+    RequestError if `records` is empty or the format or language is unknown.
     """
     return format_page(
         build_ceilings_page(_check_not_empty(records), _check_language(lang)), format, columns
@@ -108,8 +109,8 @@ def format_page(page: Page, format: str, columns: int | None = None) -> str:
 
 
 def flagperf_pages(records: list[Record], lang: str) -> list[CasePage]:
-    """Return one Markdown page for each case, size and kind of accelerator, in the form of
-    FlagPerf's published pages.
+    """Return one Markdown page for each case (name, size, and what differs from the shipped case)
+    and kind of accelerator, in the form of FlagPerf's published pages; nothing is written.
 
     Raises RequestError if `records` is empty, the language is unknown, or FlagPerf has no page for
     a record's task.
@@ -128,5 +129,5 @@ def _check_language(lang: str) -> Lang:
 def _check_not_empty(records: list[Kind]) -> list[Kind]:
     """Return the same list, or raise RequestError if it is empty."""
     if not records:
-        raise RequestError("no records; give the path of at least one")
+        raise RequestError("no records given; name at least one record file or folder")
     return records

@@ -4,7 +4,7 @@ Input is a `Comparison` of metrics/; the page has the verdict, answers, metrics,
 other field in which the sides differ.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from steelyard.metrics.metric_table import find_metric as metric_row
 from steelyard.metrics.record_fields import FieldDifference
@@ -236,7 +236,9 @@ def _metrics_elements(comparison: Comparison, say: PageWords) -> list[PageElemen
     )
 
 
-def _changes_table(subject: str, changes: tuple[ValueChange, ...], say: PageWords) -> Table:
+def _changes_table(
+    subject: Literal["metric", "phase"], changes: tuple[ValueChange, ...], say: PageWords
+) -> Table:
     """Return a table of metrics or phases with the means of both sides, their ratio with its
     interval, and whether the change is better or worse. `subject` is "metric" or "phase", for the
     title of the first column.

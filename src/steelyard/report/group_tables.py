@@ -208,7 +208,8 @@ def _repeats_elements(
         ),
     )
     not_valid = [
-        f"{run.label} {run.record.id} ({format_reason_codes(run.record, say) or say(run.record.status)})"
+        f"{run.label} {run.record.id}"
+        f" ({format_reason_codes(run.record, say) or say(run.record.status)})"
         for run in members
         if run.record.status != "valid"
     ]

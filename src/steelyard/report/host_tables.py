@@ -45,10 +45,11 @@ def build_hosts_table(record: Record, say: PageWords) -> list[PageElement]:
         return f"{format_count(len(host.devices))}x {', '.join(kinds)}"
 
     def format_host_ranks(host: HostFacts) -> str:
-        """Return the ranks of a host: first and last with a dash if there are several, which are
-        taken to be consecutive; one rank alone; empty for none.
+        """Return the ranks of a host: first and last with a dash if several are consecutive, else
+        all of them; empty for none.
         """
-        if len(host.ranks) > 1:
+        consecutive = list(range(host.ranks[0], host.ranks[-1] + 1)) if host.ranks else []
+        if len(host.ranks) > 1 and list(host.ranks) == consecutive:
             return f"{host.ranks[0]} – {host.ranks[-1]}"
         return ", ".join(map(format_count, host.ranks))
 

@@ -336,7 +336,8 @@ def format_changed_settings(record: Record, say: PageWords | None = None) -> str
                 f" ({say.get_or_fallback(f'origin.{origin}', origin)})" if say is not None else ""
             )
             out.append(
-                f"{key}={format_setting(value, depth=1)}{f' ({AUTO})' if key in record.auto_tunes else origin_text}"
+                f"{key}={format_setting(value, depth=1)}"
+                f"{f' ({AUTO})' if key in record.auto_tunes else origin_text}"
             )
     return ", ".join(out) or UNKNOWN
 
@@ -354,7 +355,8 @@ def format_tuned_settings(record: Record) -> str:
         default = type(record.tune).model_fields[key].get_default(call_default_factory=True)
         if value != default if origin == "default" else not origin.startswith("case"):
             out.append(
-                f"{key}={format_setting(value, depth=1)}{f' ({AUTO})' if key in record.auto_tunes else ''}"
+                f"{key}={format_setting(value, depth=1)}"
+                f"{f' ({AUTO})' if key in record.auto_tunes else ''}"
             )
     return ", ".join(out)
 

@@ -140,7 +140,7 @@ def format_setting(value: Any, depth: int = 0) -> str:
     None, empty text, empty dicts and lists are UNKNOWN; items of a dict that are None are left out.
     From `depth` 1 on dicts and lists get brackets, and from depth 8 on they become `…`.
     """
-    if value is None or value == "" or value == {} or value == []:
+    if value is None or value == "" or value == {} or value == [] or value == ():
         return UNKNOWN
     if isinstance(value, bool):
         return "true" if value else "false"

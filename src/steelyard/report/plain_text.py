@@ -4,6 +4,7 @@ columns.
 
 import re
 import unicodedata
+from typing import Literal
 
 # Terminal escapes: CSI, then strings such as OSC up to their end, then two-character ones. No part
 # scans past the next ESC, so hostile text costs linear time.
@@ -53,11 +54,14 @@ def _char_width(char: str) -> int:
     return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
 
 
-def pad_to_width(text: str, columns: int, align: str = "left") -> str:
+def pad_to_width(text: str, columns: int, align: Literal["left", "right"] = "left") -> str:
     """Fill a text with spaces up to `columns` terminal columns; a longer one is returned as it is.
 
-    The spaces come before the text if `align` is "right", and after it for any other value.
+    The spaces come before the text if `align` is "right", after it if "left"; another value raises
+    ValueError.
     """
+    if align not in ("left", "right"):
+        raise ValueError(f"align {align!r} is not known; allowed: left, right")
     gap = " " * max(0, columns - display_width(text))
     return gap + text if align == "right" else text + gap
 

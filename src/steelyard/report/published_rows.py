@@ -60,19 +60,20 @@ class PublishedRow:
 
     def device_rate(self, in_samples: bool) -> tuple[float, str] | None:
         """Return the published rate of one device and its unit: `tokens_per_device_s`, or else the
-        first of `p_infer_whole`, `p_train` and `p_whole` that is published, divided by the devices.
+        first of `p_infer_whole`, `p_train` and `p_whole` that is a number, divided by the devices.
 
-        None if that is no number or the number of devices is unknown. `in_samples` says that the
-        task's whole-run rates count samples, not tokens.
+        None if there is no such number or the number of devices is unknown. `in_samples` says that
+        the task's whole-run rates count samples, not tokens.
         """
         per_device = finite_or_none(self.values.get("tokens_per_device_s"))
         if per_device is not None:
             return per_device, "tokens/s"
-        rate_names = (
-            name for name in ("p_infer_whole", "p_train", "p_whole") if name in self.values
+        rates = (
+            finite_or_none(self.values.get(name))
+            for name in ("p_infer_whole", "p_train", "p_whole")
         )
         whole, devices = (
-            next((finite_or_none(self.values[name]) for name in rate_names), None),
+            next((rate for rate in rates if rate is not None), None),
             self.configuration[1],
         )
         if whole is None or not devices:

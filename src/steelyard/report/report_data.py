@@ -67,7 +67,8 @@ class ReportValue(stored.Value):
 
 class SummaryRow(FrozenModel):
     """A run in one line. `changed` lists what makes its question or its case another than the
-    shipped one.
+    shipped one; `metrics` are those headline metrics that its record has (rates, MFU, quality,
+    memory, time).
     """
 
     id: str
@@ -78,7 +79,7 @@ class SummaryRow(FrozenModel):
     precision: str
     scope: Scope
     engine: str
-    engine_version: str | None = Field(description="of the engine's own package")
+    engine_version: str | None = Field(description="version of the engine's own package")
     framework: str | None
     framework_version: str | None
     accelerator: list[str] = Field(description="the kinds of device")
@@ -89,7 +90,7 @@ class SummaryRow(FrozenModel):
     status: str
     reasons: list[str] = Field(description="codes")
     evaluated: bool = Field(description="whether its quality was checked")
-    metrics: dict[str, ReportValue] = Field(description="the headline ones")
+    metrics: dict[str, ReportValue] = Field(description="the headline metrics")
 
 
 class WaterfallData(FrozenModel):
@@ -100,7 +101,12 @@ class WaterfallData(FrozenModel):
     rank: int
     steps: int
     measured_s: float
-    whole_s: float = Field(description="what shares are of: measured_s, or slower profiled steps")
+    whole_s: float = Field(
+        description=(
+            "the time that shares refer to: measured_s, or that of the profiled steps if they"
+            " were slower"
+        )
+    )
     profiled: bool
     rows: tuple[WaterfallRow, ...]
 
@@ -111,7 +117,7 @@ class RunData(FrozenModel):
     number: int = Field(description="within its case, as on a page")
     id: str
     created: str
-    sha256: str | None = Field(description="of the record")
+    sha256: str | None = Field(description="SHA-256 of the record")
     status: str
     reasons: list[ReportReason]
     notes: list[str]
@@ -130,13 +136,18 @@ class RunData(FrozenModel):
     budget: dict[str, float]
     checks: list[ReportCheck]
     quality: ReportQuality
-    metrics: dict[str, ReportValue] = Field(description="all, in the order of the metric table")
-    explain: list[WaterfallData] | None = Field(description="null where nobody asked (--explain)")
+    metrics: dict[str, ReportValue] = Field(
+        description="all metrics, in the order of the metric table"
+    )
+    explain: list[WaterfallData] | None = Field(description="null without --explain")
     failure: FailureFacts | None
 
 
 class CaseData(FrozenModel):
-    """The runs of one case and size, and the published rows that may stand beside them."""
+    """The runs of one case and size, and the published rows that may stand beside them. `changed`
+    lists how these runs' question or case differs from the shipped one; such runs are a case of
+    their own.
+    """
 
     case: str
     size: str
@@ -168,7 +179,9 @@ class CeilingData(FrozenModel):
 
 
 class SpecData(FrozenModel):
-    """A spec record: what a machine can do at most."""
+    """A record of `steelyard spec`: what a machine can do at most. `quick`: whether it was measured
+    with the shorter limits; `ceilings` has one item per benchmark and rank.
+    """
 
     id: str
     created: str
@@ -190,28 +203,30 @@ class PageFile(FrozenModel):
 
 
 class Report(FrozenModel):
-    """The whole answer of `report --json`. A report is of runs or of spec records: the lists of the
-    other kind are empty.
+    """The whole answer of `report --json`. A report is of runs (`summary`, `cases`, `repeats`,
+    `engines`, `scaling`), or of spec records, the measured ceilings of machines (`specs`); the
+    lists of the other kind are empty. `pages` may be filled in both.
     """
 
     schema_version: Literal[1] = Field(REPORT_VERSION, alias="schema")
     kind: Literal["report"] = "report"
-    summary: list[SummaryRow] = Field(description="a row a run, in the order given")
+    summary: list[SummaryRow] = Field(description="one row per run, in the order of the records")
     cases: list[CaseData]
     repeats: list[RepeatsData]
     engines: list[EnginesData]
     scaling: list[ScalingData]
-    specs: list[SpecData] = Field(description="of records of kind spec")
-    pages: list[PageFile] = Field(description="that were written (--to)")
+    specs: list[SpecData] = Field(description="one per spec record")
+    pages: list[PageFile] = Field(description="files that were written (--to)")
 
 
 def build_report(
     records: list[Record], explain: bool = False, pages: list[PageFile] | None = None
 ) -> Report:
-    """Build the JSON report of runs: a summary row each, the runs by case, and groups of repeats,
-    engines and scaling.
+    """Build the JSON report of runs: a summary row each in their order, the runs by case, and
+    groups of repeats, engines and scaling.
 
-    `explain` adds the waterfall of each run; `pages` are the files that the command wrote.
+    `explain` adds the waterfall of each run; `pages` are the files that the command wrote. Nothing
+    is written here.
     """
     return Report(
         summary=[_summary_row(record) for record in records],
@@ -225,8 +240,8 @@ def build_report(
 
 
 def build_ceilings_report(records: list[SpecRecord], pages: list[PageFile] | None = None) -> Report:
-    """Build the JSON report of spec records; all lists of runs are empty. `pages` are the files
-    that the command wrote.
+    """Build the JSON report of spec records (from `steelyard spec`), in their order; all lists of
+    runs are empty. `pages` are the files that the command wrote.
     """
     specs = [_spec_data(record) for record in records]
     return Report(
@@ -244,7 +259,9 @@ def report_schema() -> dict[str, Any]:
 
 
 def _summary_row(record: Record) -> SummaryRow:
-    """Return the summary row of a run, with those headline metrics that its record has."""
+    """Return the summary row of a run, with those headline metrics that its record has: whole and
+    core rate, mfu, quality, mem, mem_total, e2e_time.
+    """
     table_layout, known_fields = load_table_layout(record.task.kind_row), record_identity(record)
     names = (
         table_layout.whole,
@@ -292,10 +309,11 @@ def _case_data(name: tuple[str, ...], runs: list[NumberedRun], explain: bool) ->
 
 
 def _run_data(run: NumberedRun, explain: bool) -> RunData:
-    """Return the data of a run: fields of its record by the same name, texts in English, and its
-    metrics in the order of the metric table.
+    """Return the data of a run: fields of its record by the same name, texts in English, all its
+    metrics in the order of the metric table, and the hash of the record (None if it has none).
 
-    The waterfall is None unless `explain`.
+    `tune` has the stored settings, `tuned` those that are not the default. The waterfall
+    (`explain`) is None unless `explain`.
     """
     record = run.record
     stored_fields = {
@@ -323,8 +341,8 @@ def _run_data(run: NumberedRun, explain: bool) -> RunData:
 
 
 def _waterfall_data(record: Record) -> list[WaterfallData]:
-    """Return the waterfall of each profiled rank, or that of the samples if the run was not
-    profiled.
+    """Return the waterfall of each profiled rank, or in a list the one of the samples if the run
+    was not profiled; empty if nothing was measured.
     """
     return [
         WaterfallData(

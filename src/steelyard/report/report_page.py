@@ -154,7 +154,7 @@ def _run_fold(run: NumberedRun, level: int, say: PageWords) -> Fold:
     """
     record = run.record
     whole = load_table_layout(record.task.kind_row).whole
-    rate = format_metric_with_unit(whole, record.metrics.get(whole))
+    rate = format_metric_with_unit(whole, record.metrics.get(whole), say.lang)
     created = record.created[:16].replace("T", " ")
     subtitle = (
         "" if rate == UNKNOWN else rate,

@@ -87,7 +87,7 @@ def build_brief_page(records: list[Record], lang: Lang = "en") -> Page:
     for case, runs in group_by_case(records).items():
         members = [run.record for run in runs]
         question_columns = [device, *_question_columns(members, say, brief=True)]
-        result_columns = [*_result_columns(members, say), _energy_column(members)]
+        result_columns = [*_result_columns(members, say), _energy_column(members, say)]
         row_names = (say("terminal.run"), [run.label for run in runs])
         out += [
             Heading(2, " · ".join(case)),
@@ -165,7 +165,10 @@ def _result_columns(records: list[Record], say: PageWords) -> RecordColumns:
     return [
         ColumnSpec(say("status"), lambda record: _status_cell(record, say)),
         ColumnSpec(
-            say("terminal.rate"), lambda record: _format_rate(record, unit), unit, right=True
+            say("terminal.rate"),
+            lambda record: _format_rate(record, unit, say),
+            words.translate_unit(unit, say.lang),
+            right=True,
         ),
         ColumnSpec("±", _format_half_interval, right=True, priority=2, optional=True),
         ColumnSpec(
@@ -191,7 +194,7 @@ def _time_columns(records: list[Record], say: PageWords) -> RecordColumns:
         return ColumnSpec(
             say.get_or_fallback(title, title),
             lambda record: format_metric_with_unit(
-                metric_name(record), record.metrics.get(metric_name(record))
+                metric_name(record), record.metrics.get(metric_name(record)), say.lang
             ),
             right=True,
             priority=3,
@@ -219,7 +222,7 @@ def _headline_rate_names(record: Record) -> tuple[str, str]:
     )
 
 
-def _energy_column(records: list[Record]) -> ColumnSpec[Record]:
+def _energy_column(records: list[Record], say: PageWords) -> ColumnSpec[Record]:
     """Return the column of energy per token or per sample, whichever a record's rates count; the
     unit is the title if all records share it, else the title is `J` and each cell has its unit.
     """
@@ -236,10 +239,18 @@ def _energy_column(records: list[Record]) -> ColumnSpec[Record]:
         name = names[work_name(record)]
         metric = record.metrics.get(name)
         return (
-            format_metric(name, metric) if title != "J" else format_metric_with_unit(name, metric)
+            format_metric(name, metric)
+            if title != "J"
+            else format_metric_with_unit(name, metric, say.lang)
         )
 
-    return ColumnSpec(title, format_energy, right=True, priority=2, optional=True)
+    return ColumnSpec(
+        words.translate_unit(title, say.lang),
+        format_energy,
+        right=True,
+        priority=2,
+        optional=True,
+    )
 
 
 def _summary_elements(
@@ -333,7 +344,7 @@ def _status_cell(record: Record, say: PageWords) -> Cell:
     return Cell(say("comma").join(parts), tone=STATUS_TONE[record.status])
 
 
-def _format_rate(record: Record, common_unit: str) -> str:
+def _format_rate(record: Record, common_unit: str, say: PageWords) -> str:
     """Format the rate of all devices together, as `compare` counts it, or UNKNOWN if there is none;
     the unit is added if `common_unit` is empty, because records differ in it.
     """
@@ -341,7 +352,7 @@ def _format_rate(record: Record, common_unit: str) -> str:
     if estimate is None:
         return UNKNOWN
     value = format_number("number", estimate.value)
-    return value if common_unit else f"{value} {work_unit(record)}"
+    return value if common_unit else f"{value} {words.translate_unit(work_unit(record), say.lang)}"
 
 
 def _format_half_interval(record: Record) -> str:

@@ -50,7 +50,10 @@ DASHES = "-------"  # in a row that stands above others
 
 @dataclass(frozen=True)
 class CasePage:
-    """A finished page. `name` is a safe file name without a suffix, `text` the Markdown."""
+    """A finished page: `name` is a safe file name without a suffix, `text` the Markdown,
+    `accelerator` the kinds of device. `build_flagperf_pages` makes it, and the command line writes
+    it.
+    """
 
     name: str
     case: str
@@ -72,7 +75,7 @@ class PageSource:
 
     @property
     def valid_records(self) -> list[Record]:
-        """Return the valid runs: the rows of the page."""
+        """Return the valid runs of the page: its rows in the table of values."""
         return [record for record in self.records if record.status == "valid"]
 
     @property
@@ -86,8 +89,11 @@ class PageSource:
 
 
 def build_flagperf_pages(records: list[Record], lang: Lang) -> list[CasePage]:
-    """Return one page for each case, size and kind of accelerator, in the order of their first
-    record; RequestError if FlagPerf has no page for a record's task.
+    """Return one page for each case (name, size, and what differs from the shipped case) and kind
+    of accelerator, in the order of their first record. File names are unique within the list.
+
+    Raises RequestError if FlagPerf has no page for a record's task. A page is made even if no run
+    is valid; its table then has no rows.
     """
     out: list[CasePage] = []
     for case, members in group_by_case(records, lang).items():
@@ -115,17 +121,19 @@ def _find_layout(record: Record) -> PageLayout:
     if record.task.name not in LAYOUTS:
         known = ", ".join(LAYOUTS)
         raise RequestError(
-            f"--layout flagperf: case {record.case.name} asks {record.task.name}; FlagPerf has"
-            f" pages of {known}"
+            f"--layout flagperf: case {record.case.name} is of task {record.task.name}, for which"
+            f" FlagPerf has no page; tasks with a page: {known}"
         )
     return LAYOUTS[record.task.name]
 
 
 def _unique_file_name(parts: tuple[str, ...], earlier: list[CasePage]) -> str:
-    """Return a file name for a page that no earlier page has.
+    """Return a file name without a suffix for a page: its parts joined by `-`, and `-2`, `-3`, … if
+    an earlier page has that name.
 
-    Its parts come from untrusted records: characters other than letters, digits and `._-` become
-    `_`, so that no name leads out of a folder.
+    Parts come from untrusted records: characters other than ASCII letters, digits and `._-` become
+    `_`, and a part has at most 64 characters and no `.` or `_` at its ends, so that no name leads
+    out of a folder.
     """
     name = "-".join(
         re.sub(r"[^A-Za-z0-9._-]+", "_", part)[:64].strip("._") or "_" for part in parts
@@ -139,13 +147,16 @@ def _unique_file_name(parts: tuple[str, ...], earlier: list[CasePage]) -> str:
 
 
 def _render_page(source: PageSource) -> str:
-    """Return the Markdown of a page: its parts, then the notes."""
+    """Return the Markdown of a page: its parts, then the notes, with one newline at the end."""
     lines = [text for part in source.layout.parts for text in _render_part(part, source)]
     return "\n".join([*lines, *_render_notes(source)]).rstrip("\n") + "\n"
 
 
 def _render_part(part: FormPart, source: PageSource) -> list[str]:
-    """Return the Markdown lines of a part of the layout."""
+    """Return the Markdown lines of a part of the layout, in the language of the page: fixed lines
+    with their names filled in, one line per value (one with UNKNOWN if there is none), a list of
+    metrics, or the table of values.
+    """
     match part:
         case FormLines(en, zh):
             return _fill_names(source.translate((en, zh)), source).split("\n")
@@ -162,8 +173,8 @@ def _render_part(part: FormPart, source: PageSource) -> list[str]:
 
 
 def _fill_names(text: str, source: PageSource) -> str:
-    """Replace each name in braces by the values of the page: several joined by `; `, none as
-    UNKNOWN.
+    """Return the text with each name in braces replaced by the escaped values of the page: several
+    joined by `; `, none as UNKNOWN. Raises KeyError for a name that is not known.
     """
     return re.sub(
         r"\{(\w+)\}", lambda match: "; ".join(_markdown_values(match[1], source)) or UNKNOWN, text
@@ -172,10 +183,11 @@ def _fill_names(text: str, source: PageSource) -> str:
 
 def _markdown_values(name: str, source: PageSource) -> list[str]:
     """Return the values of a page by name, as Markdown: text from records is escaped, also for the
-    start of a line.
+    start of a line. Raises KeyError for a name that is not known.
 
     `address`, `dataset` and `category` come from the layout (generated data has no address and is
-    named as such); any other name is one of PAGE_VALUES.
+    named as such); any other name is one of PAGE_VALUES, read from the valid runs, or from all if
+    none is valid.
     """
     layout, say = source.layout, source.say
     generated = all(has_generated_data(record) for record in source.described_records)
@@ -200,8 +212,8 @@ def _render_heads(titles: list[str]) -> list[str]:
 
 
 def _render_entry(entry: MetricListEntry, source: PageSource) -> str:
-    """Return the Markdown line of a row in a list of metrics: name, index and meaning; name and
-    index in bold if it is strong.
+    """Return the Markdown line of a row in a list of metrics: name, index with its {names} filled
+    in, and meaning (empty without `meaning_of`); name and index are bold if the entry is strong.
     """
     cells = [
         source.translate(entry.name),
@@ -212,14 +224,18 @@ def _render_entry(entry: MetricListEntry, source: PageSource) -> str:
 
 
 def _find_meaning(name: str, source: PageSource) -> str:
-    """Return what a setting or metric means, in Steelyard's words and the page's language."""
+    """Return what a setting or metric means, in Steelyard's words and the page's language; a
+    setting is preferred to a metric of that name. Empty for a metric without a text.
+    """
     if f"setting.{name}" in MEANINGS:
         return source.say.get_meaning(f"setting.{name}")[1]
     return metric_row(name, task=source.records[0].task).meaning(source.say.lang)[1]
 
 
 def _render_value_table(table: ValueTable, source: PageSource) -> list[str]:
-    """Return the Markdown lines of the table of values, one row per valid run."""
+    """Return the Markdown lines of the table of values: head, a line with the page value
+    `header_value` if the table has one, and one row per valid run.
+    """
     out = _render_heads([source.translate(column.title) for column in table.columns])
     if table.header_value:
         header = "; ".join(_markdown_values(table.header_value, source))
@@ -235,9 +251,10 @@ def _render_value_table(table: ValueTable, source: PageSource) -> list[str]:
 
 def _format_cell(column: ValueColumn, record: Record, source: PageSource) -> str:
     """Return the text of a run's cell, not yet escaped: a setting, or metrics joined by slashes
-    with the column's suffix.
+    with the column's suffix; UNKNOWN alone if none is known.
 
-    If the record has the metric in another unit than the column's, that unit follows instead.
+    If the record has the first metric in another unit than the column's, that unit follows instead
+    of the suffix.
     """
     if column.setting:
         return ROW_SETTINGS[column.setting](record, source.say)
@@ -249,8 +266,8 @@ def _format_cell(column: ValueColumn, record: Record, source: PageSource) -> str
 
 
 def _format_metric(name: str, column: ValueColumn, record: Record) -> str:
-    """Format a metric without thousands separators; UNKNOWN if the record lacks it, and in the
-    column of a quality that was not evaluated, because that is no result to submit.
+    """Format a metric of a run without thousands separators and unit; UNKNOWN if the record lacks
+    it, and in the column of a quality that was not evaluated, because that is no result to submit.
     """
     metric = record.metrics.get(name)
     is_result = record.quality.evaluated or record.quality.metric not in column.metrics
@@ -262,8 +279,8 @@ def _format_metric(name: str, column: ValueColumn, record: Record) -> str:
 
 
 def _render_notes(source: PageSource) -> list[str]:
-    """Return the notes below a page as a numbered Markdown quote: on the page, on its rows, the
-    runs that are not valid, and the ids of all records.
+    """Return the notes below a page as the lines of a numbered Markdown quote: on the page, on its
+    rows, the runs that are not valid with their reason codes (if any), and the ids of all records.
     """
     say, notes = source.say, [*_page_notes(source), *_row_notes(source)]
     not_valid = []
@@ -281,8 +298,9 @@ def _render_notes(source: PageSource) -> list[str]:
 
 
 def _page_notes(source: PageSource) -> list[str]:
-    """Return the notes on the whole page: columns that it does not explain, the data that was read,
-    a size other than full, and how the question differs from the shipped case.
+    """Return the notes on the whole page: the layout's `explained_columns`, the data that was read
+    (with `note_data`), a size other than full, and how the question differs from the shipped case;
+    each only where it applies.
     """
     say, size = source.say, source.records[0].case.size
     out = [
@@ -313,7 +331,9 @@ ROW_REMARKS: tuple[Callable[[Record, PageWords], str], ...] = (
 
 
 def _row_notes(source: PageSource) -> list[str]:
-    """Return each remark on rows once, with the numbers of the rows (from 1) it is about."""
+    """Return each remark on rows (scope, quality not evaluated, division open, noted metrics) once,
+    preceded by the numbers of the rows (from 1) that it is about.
+    """
     say = source.say
     rows: dict[str, list[int]] = {}
     for number, record in enumerate(source.valid_records, 1):
@@ -329,7 +349,9 @@ def _row_notes(source: PageSource) -> list[str]:
 
 
 def _name_rows(numbers: list[int], say: PageWords) -> str:
-    """Name rows by their numbers, consecutive ones as a range, such as "rows 1 and 4-7"."""
+    """Return the words that name rows by their ascending numbers, consecutive ones as a range, such
+    as "rows 1 and 4-7".
+    """
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][-1] == number - 1:
@@ -341,8 +363,8 @@ def _name_rows(numbers: list[int], say: PageWords) -> str:
 
 
 def _noted_metric_texts(record: Record, source: PageSource) -> list[str]:
-    """Return a text for each of the layout's `noted_metrics` that the run has: name, number, unit
-    and meaning.
+    """Return a text for each of the layout's `noted_metrics` that the run has a value of: name,
+    number, unit and meaning.
     """
     out = []
     for name in source.layout.noted_metrics:
