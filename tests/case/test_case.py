@@ -417,3 +417,9 @@ def test_environment_values_are_text(setting: str, value: str) -> None:
     resolved = resolve.resolve_case(NAME, settings=[setting])
     assert resolved.case.tune.env == {"OMP_NUM_THREADS": value}
     assert resolved.origins["tune.env.OMP_NUM_THREADS"] == "command line"
+
+
+def test_a_case_has_no_third_size() -> None:
+    source = resolve.read_case(NAME)
+    with pytest.raises(ValueError, match="size 'tiny' is not known; allowed: smoke, full"):
+        source.apply_size("tiny")  # type: ignore[arg-type]

@@ -177,11 +177,11 @@ def test_assumptions_are_listed(tmp_path: Path) -> None:
         ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "its weights are quantised, which are not read here",
+            "its weights are quantized, which is not supported",
         ),
         (
             {"num_hidden_layers": "absent"},
-            "does not tell num_hidden_layers; give a complete config.json",
+            "does not state num_hidden_layers; give a complete config.json",
         ),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -237,7 +237,7 @@ def test_toml_round_trip() -> None:
     assert "[inner] # a table\n" in text
     assert "# two lines\n" in text
     assert tomllib.loads(text) == {key: value for key, value in table.items() if value is not None}
-    with pytest.raises(ValueError, match="a case holds no nan"):
+    with pytest.raises(ValueError, match="a case cannot hold nan"):
         toml_writer.format_toml({"x": float("nan")}, {})
 
 

@@ -79,13 +79,13 @@ def test_the_last_axis_changes_first() -> None:
             ["devices=two"],
             {},
             (
-                "--sweep 'devices=two': two is no number of devices; allowed: 1 or more, as in"
+                "--sweep 'devices=two': two is not a number of devices; allowed: 1 or more, as in"
                 " devices=1,2,4"
             ),
         ),
-        (["devices=1,0"], {}, "0 is no number of devices"),
-        (["nodes=1.5"], {}, "1.5 is no number of nodes"),
-        (["nodes=true"], {}, "true is no number of nodes"),
+        (["devices=1,0"], {}, "0 is not a number of devices"),
+        (["nodes=1.5"], {}, "1.5 is not a number of nodes"),
+        (["nodes=true"], {}, "true is not a number of nodes"),
         (
             ["micro_batch=1", "tune.micro_batch=2"],
             {},

@@ -154,7 +154,7 @@ def test_a_corrupted_index_is_rebuilt(sides: Shell) -> None:
     file.write_bytes(file.read_bytes()[:100] + b"\xff" * 5000)
     second = sides.run_in_process("history", "old", "--json")
     assert (second.code, second.out) == (0, first.out)
-    assert second.lines[0].startswith(f"warning: index {str(file)!r} is not used (")
+    assert second.lines[0].startswith(f"warning: index {str(file)!r} is ignored (")
     assert sides.run_in_process("history", "old", "--json").lines == []
 
 
@@ -193,7 +193,7 @@ def test_history_without_a_cache_folder_writes_no_index(
     monkeypatch.setenv("XDG_CACHE_HOME", str(sides.folder / "file"))
     result = sides.run_in_process("history", "old")
     assert result.code == 0
-    assert result.lines[0].startswith("warning: no index is kept: ")
+    assert result.lines[0].startswith("warning: the index was not saved: ")
     assert not user_index(sides).exists()
 
 

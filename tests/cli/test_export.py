@@ -107,7 +107,7 @@ def test_flagperf_pages_are_written_to_a_folder(shell: Shell, records: list[Path
         (("--layout", "flagperf", "--lang", "fr"), "--lang 'fr': allowed: en, zh"),
         (
             ("--explain", "--format", "csv"),
-            "--explain and --format csv do not go together; ask for them one after the other",
+            "--explain and --format csv cannot be combined; run the command once with each",
         ),
         (
             ("--json", "--format", "html"),
@@ -129,13 +129,13 @@ def test_spec_records_have_no_csv_or_flagperf_form(shell: Shell) -> None:
     for arguments in (("--format", "csv"), ("--layout", "flagperf")):
         result = shell("report", SPECS[0], *arguments)
         assert (result.code, len(result.lines)) == (2, 1)
-        assert "kind spec" in result.lines[0]
+        assert "spec records" in result.lines[0]
 
 
 def test_uncreatable_folder_gets_one_line(shell: Shell, records: list[Path]) -> None:
     result = shell("report", records[0], "--layout", "flagperf", "--to", records[1])
     assert (result.code, len(result.lines)) == (2, 1)
-    assert "is no folder that can be made" in result.lines[0]
+    assert "cannot be created as a folder" in result.lines[0]
 
 
 def test_help_fits_80_columns(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_auto_for_a_task_without_published_data_is_refused(
 ) -> None:
     monkeypatch.setattr("steelyard.sources.catalog.DATA_SOURCES", ())
     with pytest.raises(
-        RequestError, match="--data auto: nothing is known to get for task 'mmlu'; give a path"
+        RequestError, match="--data auto: no data set is known for task 'mmlu'; give a path"
     ):
         find_data_path(Path("auto"), resolve.resolve_case("llama2-7b-mmlu").case)
 
@@ -120,7 +120,7 @@ def test_failed_download_is_one_line_and_exit_code_1(
     result = shell.run_in_process("data", "get", "lambada", "--from", shell.folder, "--quiet")
     assert (result.code, result.out) == (1, "")
     assert result.err.startswith(f"error: {shell.folder / 'lambada_test.jsonl'}: sha256 ")
-    assert "the table of sources says 4aa8d02cd17c7191" in result.err
+    assert "the catalog says 4aa8d02cd17c7191" in result.err
     assert [
         entry["here"] for entry in shell.run_in_process("data", "list", "--json").json()["sources"]
     ] == [False] * 6
@@ -129,7 +129,7 @@ def test_failed_download_is_one_line_and_exit_code_1(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("data", "get", "mmul"), "no data 'mmul' to get; did you mean 'mmlu'?"),
+        (("data", "get", "mmul"), "no data named 'mmul' in the catalog; did you mean 'mmlu'?"),
         (
             ("data", "get", "mmlu", "--from", "nowhere"),
             "--from 'nowhere' is not a folder; name the one that has the files",
@@ -212,7 +212,7 @@ def test_full_disk_during_a_download_gets_one_line(
         "data", "get", "openwebtext", "--mirror", f"{server.url}/m", "--quiet"
     )
     folder = small_disk / "steelyard" / "data"
-    line = f"error: {folder}: No space left on device; mend that, then run the same command again\n"
+    line = f"error: {folder}: No space left on device; fix it, then run the same command again\n"
     assert (result.code, result.out, result.err) == (1, "", line)
     assert not (folder / "openwebtext").exists()
     part_bytes = (folder / ".openwebtext.part" / f"{STEM}_ids.npy.part").stat().st_size

@@ -67,7 +67,7 @@ def test_case_new_writes_a_file_that_can_be_read(shell: Shell, qwen2: Path, tmp_
         (("--model", "x"), "--model needs --task: alpaca, lambada, mmlu, openwebtext"),
         (
             ("--model", "x", "--task", "mmlu", "smoke"),
-            "--model and 'smoke': a model's case is made of its folder",
+            "--model and 'smoke': the case of a model is made from its folder",
         ),
         (
             ("--model", "x", "--task", "gsm8k"),
@@ -136,7 +136,7 @@ def test_weights_of_another_model_are_refused_before_memory_is_checked(
         )
         assert result.code == 2
         assert result.err.startswith(
-            f"error: other weights, of model_type '{model_type}': {folder}/config.json: "
+            f"error: not the case's model (model_type '{model_type}'): {folder}/config.json: "
         )
         assert result.err.endswith(golden("to-run-them-steelyard-run-model"))
 

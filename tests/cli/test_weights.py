@@ -262,8 +262,8 @@ def test_inspect_a_glm_checkpoint(run: RunCommand, tmp_path: Path) -> None:
     assert str(answer["size_bytes"]) in size
     code, out, err = run("convert", "glm", "dst", "--to", "hf")
     expected_error = (
-        "error: glm: holds a checkpoint of the family glm, and one of the family llama is wanted;"
-        " give weights of that family\n"
+        "error: glm: holds a glm checkpoint; a llama checkpoint is needed; give weights of that"
+        " family\n"
     )
     assert (code, out, err) == (2, "", expected_error)
 
@@ -345,7 +345,7 @@ def test_interrupted_conversion_says_how_to_resume(
     run: RunCommand, worker: FakeWeightsModule
 ) -> None:
     worker.error = KeyboardInterrupt()
-    expected = "interrupted; run the same command again to go on\n"
+    expected = "interrupted; run the same command again to continue\n"
     assert run("convert", "src", "dst", "--to", "hf") == (1, "", expected)
     assert run("convert", "src", "dst", "--to", "hf", "--json") == (1, "", expected)
 

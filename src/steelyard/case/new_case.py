@@ -30,10 +30,12 @@ MAX_NAME_LENGTH = 64
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a Hugging Face folder says about its model, as input for a new case.
+    """What a Hugging Face folder says about its model, as input for a new case; cli/model_case.py
+    makes it.
 
-    `table` holds the fields of [question.model]; `comments` are texts by field name that are
-    written beside the values; `assumed` lists sentences on what had to be assumed.
+    `fields` are those of [question.model], `tiny_fields` the same for size smoke; `comments` are
+    texts by field name that are written beside the values; `assumed` lists sentences on what had to
+    be assumed.
     """
 
     folder_name: str  # the name of the folder, for titles
@@ -49,8 +51,9 @@ class ModelDescription:
 
 @dataclass(frozen=True)
 class NewCase:
-    """A new case as TOML text (in `source`), the shipped case it was made from, and sentences on
-    what was assumed.
+    """A new case, made by `make_case`: its name, its TOML text and table (`source`), the shipped
+    case it was made from, sentences on what was assumed, and whether its training starts from
+    random weights.
     """
 
     name: str
@@ -61,8 +64,8 @@ class NewCase:
 
 
 def find_templates() -> dict[str, str]:
-    """Return for each task the name of the shipped case that new cases are made from: the first of
-    the task's cases by name.
+    """Return for each task, by name, the name of the shipped case that new cases are made from: the
+    first of the task's cases by name. All shipped cases are read.
 
     Tasks that train GLM on cloze texts are left out: no Hugging Face folder describes their models.
     """
@@ -75,8 +78,8 @@ def find_templates() -> dict[str, str]:
 
 
 def find_task_row(name: str) -> Task:
-    """Return the row of the task that `--task` names. Raise RequestError if no case can be made for
-    it.
+    """Return the row of the task that `--task` names. Raise RequestError, with a suggestion, if no
+    shipped case can be a template for it.
     """
     template_by_task = find_templates()
     if name not in template_by_task:
@@ -121,11 +124,13 @@ def make_case_name(folder_name: str, task: str) -> str:
 
 
 def make_case(name: str, task: str, model: ModelDescription) -> NewCase:
-    """Make the case of a task with a model, from the shipped case of the same task.
+    """Make the case of a task with a model, from the shipped case of the same task. No file is
+    written; the text is in the result's `source`.
 
-    Raise RequestError if no case can be made for the task. No file is written. Context and row
-    lengths are cut to the model's positions, and the precision of a scoring case is that of the
-    weights if it is known; the result lists these and all other assumptions.
+    Model, name and title are new; the template's gate (unless training with `below`), published
+    rows, parallel plan and data fingerprint are left out. Context and row lengths are cut to the
+    model's positions, and the precision of a scoring case is that of the weights if it is known.
+    The result lists all assumptions. Raise RequestError if no case can be made for the task.
     """
     row = find_task_row(task)
     template = find_templates()[row.name]
@@ -161,11 +166,11 @@ def make_case(name: str, task: str, model: ModelDescription) -> NewCase:
     if row.kind_row.trains and "below" in shipped.get("gate", {}):
         table["gate"] = shipped["gate"]
     else:
-        assumed.append("no gate: no accuracy of this model is known here, so none can be missed")
+        assumed.append("no gate: no accuracy of this model is known, so quality is not checked")
     table["smoke"] = _make_smoke_table(shipped, model, table, assumed)
     assumed.append(f"data, training and tune: as in the shipped case {template}")
     comments = _make_comments(row, template, model)
-    text = _format_header(model, row, name, template, assumed) + toml_writer.format_toml(
+    text = _format_header(model, row, assumed) + toml_writer.format_toml(
         _drop_empty(table), comments
     )
     origins = {f"question.model.{key}": f"{MADE_FROM} config.json" for key in model.fields}
@@ -196,8 +201,8 @@ def _cut_lengths(question: dict[str, Any], positions: int, assumed: list[str]) -
 def _choose_description(
     shipped: Mapping[str, Any], question: Mapping[str, Any], template: str
 ) -> str:
-    """Return the template's description, or another one if the lengths in `question` are not those
-    of the template.
+    """Return the text `about` for a new case: the template's, or another one if a length in
+    `question` (context, row length) is not the template's. `shipped` is the template's table.
     """
     is_same_length = all(
         question.get(part, {}).get(name) == shipped["question"].get(part, {}).get(name)
@@ -216,14 +221,15 @@ def _make_smoke_table(
     table: Mapping[str, Any],
     assumed: list[str],
 ) -> dict[str, Any]:
-    """Return the [smoke] table of a new case: the template's, with a tiny model of the new model's
-    kind.
+    """Return the [smoke] table of a new case: a copy of the template's with a tiny model of the new
+    model's kind, without `devices`, and without a gate if `table`, the new case, has none.
 
-    Return an empty dict, and append a sentence to `assumed`, if no tiny model could be made. Only
-    fields of the tiny model that differ from the full one are in it.
+    Only fields of the tiny model that differ from the full one are in it; where the template's tiny
+    model has a field, its value is taken, unless transformers computes the model (`config`). Return
+    an empty dict, and append a sentence to `assumed`, if no tiny model could be made.
     """
     if model.tiny_fields is None:
-        assumed.append("no size smoke: this model could not be made tiny")
+        assumed.append("no size smoke: no tiny model of this type could be built")
         return {}
     smoke: dict[str, Any] = deepcopy(shipped["smoke"])
     smoke.pop("devices", None)
@@ -245,15 +251,15 @@ def _make_smoke_table(
 
 def _make_comments(row: Task, template: str, model: ModelDescription) -> dict[str, str]:
     """Return the comments of the new case file, by dotted key: fixed texts, descriptions of the
-    task's data fields, and those of the model.
+    task's data fields, and those of the model. Keys that the case does not have may be among them.
     """
     as_template = f"as in {template}"
     comments = {
-        "name": "of records and pages; the file may have another",
+        "name": "name in records and on pages; the file may have another name",
         "divisions": "closed: every token is computed; open: what prompts share is computed once",
         "max_interval": "the widest 95 % interval of the rate that is valid, as a share of it",
         "question": (
-            "what is asked: a change of anything below it is another question, with another key"
+            "the question: a change of anything in it is another question, with another key"
         ),
         "question.task": "steelyard run needs its data: --data",
         "question.precision": "what matmuls run in; --precision changes it for one run",
@@ -261,9 +267,9 @@ def _make_comments(row: Task, template: str, model: ModelDescription) -> dict[st
         "question.data": as_template,
         "question.train": as_template,
         "tune": "may be changed without changing the question: --set tune.KEY=VALUE",
-        "gate": f"what a valid result must have; {as_template}",
+        "gate": f"the quality that a valid result must reach; {as_template}",
         "smoke.question": (
-            "size smoke: the same, tiny, with made data; seconds on a CPU: --size smoke"
+            "size smoke: the same, tiny, with generated data; seconds on a CPU: --size smoke"
         ),
         "smoke.tune.env": "tiny matmuls gain nothing from more threads",
     }
@@ -272,11 +278,9 @@ def _make_comments(row: Task, template: str, model: ModelDescription) -> dict[st
     return comments | {f"question.model.{key}": text for key, text in model.comments.items()}
 
 
-def _format_header(
-    model: ModelDescription, row: Task, name: str, template: str, assumed: list[str]
-) -> str:
-    """Return the comment lines at the top of a new case file: where it comes from, and what was
-    assumed.
+def _format_header(model: ModelDescription, row: Task, assumed: list[str]) -> str:
+    """Return the comment lines (`# …`) at the top of a new case file, with an empty line at their
+    end: where it comes from, and what was assumed.
     """
     lines = [
         (
@@ -297,11 +301,11 @@ def _drop_empty(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trace_origins(text: str, origins: Mapping[str, str], template: str) -> dict[str, str]:
-    """Return the origin of every value in the text of a case, by dotted key, without the [smoke]
-    table.
+    """Return the origin of every value in the TOML text of a case, by dotted key, without the
+    [smoke] table.
 
-    A key takes the origin in `origins` of itself or of a table around it, otherwise "made from
-    TEMPLATE".
+    A key takes the origin in `origins` of itself or of a table around it (the first that fits),
+    otherwise "made from TEMPLATE".
     """
     table = tomllib.loads(text)
     table.pop("smoke", None)

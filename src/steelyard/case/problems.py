@@ -86,7 +86,9 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a case as a sentence, with where it is. `str()` joins the two with a colon."""
+    """A problem of a case as a sentence (`text`), with where it is (`where`: `line 12`, `command
+    line`, or empty if unknown). `str()` joins the two with a colon.
+    """
 
     where: str  # `line 12`, `command line`, or empty if unknown
     text: str
@@ -103,8 +105,8 @@ class CaseError(RequestError):
     """
 
     def __init__(self, case_path: str, problems: list[Problem]) -> None:
-        """Build the message from the problems, of which there is at least one; `case_path` is the
-        case's name or file.
+        """Build the one-line message from the problems, of which there is at least one, at most
+        MAX_SHOWN of them; `case_path` is the case's name or file. Sets `title` and `problems`.
         """
         self.title = f"case {case_path!r}"
         self.problems = problems
@@ -120,8 +122,9 @@ class CaseError(RequestError):
 
     @property
     def lines(self) -> list[str]:
-        """Return the lines to print: the message if there is one problem; otherwise a title and one
-        line per problem, at most MAX_SHOWN, then how many more there are.
+        """Return the lines that the command prints for this error: the message if there is one
+        problem; otherwise a title and one line per problem, at most MAX_SHOWN, then how many more
+        there are.
         """
         if len(self.problems) == 1:
             return [str(self)]
@@ -157,11 +160,11 @@ def collect_problems(
     size: str,
     case_keys: Iterable[str],
 ) -> list[tuple[int, Problem]]:
-    """Return the problems of a case that did not validate, each with its line in the file: 0 if it
-    comes from the command line or no line is known.
+    """Return the problems of a case that did not validate as pairs of the line in the file and the
+    problem; the line is 0 if it comes from the command line or is not known. They are not sorted.
 
     `text` is the case file, `origins` says by dotted key where values came from, `size` is the size
-    that was validated (at smoke, keys are first looked up below `smoke`), and `allowed` lists all
+    that was validated (at smoke, keys are first looked up below `smoke`), and `case_keys` lists all
     dotted keys of a case, for suggestions. A missing key is not reported if the same table has an
     unknown key that is another program's name for it.
     """
@@ -192,16 +195,16 @@ def sort_problems(numbered: Iterable[tuple[int, Problem]]) -> list[Problem]:
 
 
 def _convert_error(error: Any) -> ValidationDetail:
-    """Convert one of pydantic's error dicts."""
+    """Convert one of pydantic's error dicts, as `ValidationError.errors()` lists them."""
     return ValidationDetail(
         tuple(error["loc"]), error["type"], error.get("ctx") or {}, error.get("input"), error["msg"]
     )
 
 
 def _keep_closest_class(errors: list[ValidationDetail]) -> list[ValidationDetail]:
-    """Reduce the errors of a table that may be one of several classes (a gate) to those of the
-    class with the fewest errors, and drop the class name from their key paths. Other errors are
-    returned unchanged, first.
+    """Return the errors with those of a table that may be one of several classes (a gate) reduced
+    to the class with the fewest errors, and the class name dropped from their key paths. Other
+    errors come unchanged, first.
     """
     reduced = [error for error in errors if not _has_class_name(error)]
     for key in dict.fromkeys(error.key_path[0] for error in errors if _has_class_name(error)):
@@ -240,8 +243,9 @@ def _locate(
     """Return the line of a problem, to sort by, and where it is in words: `line 12`, `command line`
     with line 0, or an empty text with line 0.
 
-    A key that is missing is located at the innermost table around it that is in the file.
-    `line_numbers` are those of `find_line_numbers`.
+    A key that is missing is located at the innermost table around it that is in the file; at size
+    smoke, below `smoke` first. `line_numbers` are those of `find_line_numbers`, `origins` are by
+    dotted key.
     """
     for end in range(len(key_path), 0, -1):
         if origins.get(".".join(map(str, key_path[:end]))) == "command line":
@@ -256,8 +260,8 @@ def _locate(
 
 
 def _describe_problem(error: ValidationDetail, case_keys: list[str]) -> str:
-    """Describe a problem in a sentence with the key, what is allowed and, for a wrong value, the
-    value. `case_keys` are the dotted keys of a case, for suggestions.
+    """Return a sentence on a problem with the key, what is allowed and, for a wrong value, the
+    value, shortened; for an unknown key a suggestion. `case_keys` are the dotted keys of a case.
     """
     dotted_key = ".".join(map(str, error.key_path))
     if error.error_type == "extra_forbidden":
@@ -270,14 +274,15 @@ def _describe_problem(error: ValidationDetail, case_keys: list[str]) -> str:
     if error.error_type == "value_error":
         sentence = str(error.context.get("error", error.message))
         return f"{dotted_key}: {sentence}" if dotted_key else sentence
-    sentence = f"{dotted_key}: {SENTENCES.get(error.error_type, 'is not what belongs here').format(**error.context)}"
+    rule = SENTENCES.get(error.error_type, "has a value that is not allowed")
+    sentence = f"{dotted_key}: {rule.format(**error.context)}"
     or_auto = f", or {AUTO}" if dotted_key.removeprefix("tune.") in AUTO_FALLBACKS else ""
     return f"{sentence}{or_auto} (it is {short_repr(error.value)})"
 
 
 def _suggest_key(dotted_key: str, case_keys: list[str]) -> str:
-    """Suggest what to write instead of an unknown dotted key: this program's name for it, a similar
-    key of the same table, or `remove it`.
+    """Return what to write instead of an unknown dotted key: this program's name for it, a similar
+    key of the same table, or `remove it`. `case_keys` are all dotted keys of a case.
     """
     parent, _, name = dotted_key.rpartition(".")
     siblings = [

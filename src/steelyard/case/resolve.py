@@ -22,6 +22,7 @@ from steelyard.case.case import (
     AccuracyGate,
     Case,
     FallingLossGate,
+    Size,
     TargetGate,
     Tune,
 )
@@ -75,14 +76,16 @@ class CaseSource:
     table: dict[str, Any]
     origins: Mapping[str, str] = field(default_factory=dict)
 
-    def apply_size(self, size: str) -> tuple[dict[str, Any], dict[str, str]]:
+    def apply_size(self, size: Size) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the table of this case at a size, with the key `size` added, and the origin of
         each value by dotted key. The source is not changed.
 
-        For `smoke` the [smoke] table is merged over the rest; any other size drops it. Origins are
+        For `smoke` the [smoke] table is merged over the rest; `full` drops it. Origins are
         `case, size smoke` for values of that table, else those in the source's `origins`, else
-        `case`. Raise RequestError if `smoke` is not a table.
+        `case`. Raise RequestError if `smoke` is not a table, ValueError for another size.
         """
+        if size not in get_args(Size):
+            raise ValueError(f"size {size!r} is not known; allowed: {', '.join(get_args(Size))}")
         table, origins = deepcopy(self.table), dict[str, str]()
         smoke = table.pop("smoke", {})
         if not isinstance(smoke, dict):

@@ -23,18 +23,22 @@ SweepPoint = tuple[tuple[str, str], ...]  # (key, value) pairs, values as they w
 
 @dataclass(frozen=True)
 class SweepAxis:
-    """A dotted key of a sweep, and the values that it takes, as they were typed."""
+    """A dotted key of a sweep (`tune.micro_batch`, or `devices` and `nodes`), and the values that
+    it takes, as they were typed.
+    """
 
     key: str
     values: tuple[str, ...]
 
 
 def parse_axes(options: list[str], set_keys: Mapping[str, str]) -> tuple[SweepAxis, ...]:
-    """Parse the `--sweep` options (`key=value,value`) into axes, in their order.
+    """Parse the `--sweep` options (`key=value,value`) into axes, in their order. A tune's name may
+    stand without `tune.`; the axis has the full key. Values stay as typed.
 
     `set_keys` are keys that the command line sets otherwise, each with the option that does (such
-    as `--devices 2`). Raise RequestError for an unknown key, an empty value, or a key that is swept
-    twice or also set.
+    as `--devices 2`). Raise RequestError for a bad form, an unknown key, a value that is empty, a
+    table or a list, or no count of devices or nodes; and if two keys, both swept or one set
+    otherwise, are equal or one is a table that holds the other.
     """
     parsed: list[SweepAxis] = []
     for option in options:
@@ -61,8 +65,9 @@ def parse_axes(options: list[str], set_keys: Mapping[str, str]) -> tuple[SweepAx
 
 
 def _parse_axis(option: str) -> SweepAxis:
-    """Parse one `--sweep` option; the name of a tune may stand without `tune.`. Raise RequestError
-    if its form, key or a value is not allowed. Commas in quotes do not separate.
+    """Return the axis of one `--sweep` option; the name of a tune may stand without `tune.`, which
+    the axis' key has. Values are separated by commas outside of quotes, stripped, and not
+    converted. Raise RequestError if its form, key or a value is not allowed.
     """
     name, sign, text = option.partition("=")
     if not sign or not name:
@@ -93,7 +98,7 @@ def _check_value(option: str, key: str, value: str) -> None:
         )
     if key in PLAN_KEYS and (type(parsed) is not int or parsed < 1):
         raise RequestError(
-            f"--sweep {option!r}: {value} is no number of {key}; allowed: 1 or more, as in"
+            f"--sweep {option!r}: {value} is not a number of {key}; allowed: 1 or more, as in"
             f" {key}=1,2,4"
         )
 
@@ -133,8 +138,8 @@ def format_settings(point: SweepPoint) -> list[str]:
 
 
 def find_count(point: SweepPoint, key: str) -> int | None:
-    """Return the number at `key` (`devices` or `nodes`) of a point; None if the point does not set
-    it.
+    """Return the number of `devices` or `nodes` (`key`) that a point of a sweep sets; None if it
+    does not set it.
     """
     return next((int(resolve.parse_value(value)) for name, value in point if name == key), None)
 
@@ -146,8 +151,9 @@ def format_point(point: SweepPoint) -> str:
 
 @contextmanager
 def name_point_in_errors(point: SweepPoint) -> Iterator[None]:
-    """Prefix the message of a RequestError that is raised inside the `with` block with the point;
-    nothing is added for a point without keys.
+    """Return a context manager that prefixes the message of a RequestError raised inside it with
+    the point, such as `point devices=4: `, and raises it as a plain RequestError; errors pass
+    unchanged for a point without keys.
     """
     try:
         yield

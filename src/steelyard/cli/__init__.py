@@ -147,9 +147,8 @@ def _exit_if_not_a_bug(error: Exception) -> None:
         )
         sys.exit(1)
     if isinstance(error, OSError) and error.errno in PATH_ERRNOS and error.filename is not None:
-        print_stderr(
-            f"error: {to_one_line(f'{str(error.filename)[:300]!r}: {error.strerror}')}; check the path"
-        )
+        problem = to_one_line(f"{str(error.filename)[:300]!r}: {error.strerror}")
+        print_stderr(f"error: {problem}; check the path")
         sys.exit(2)
 
 

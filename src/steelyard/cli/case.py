@@ -33,7 +33,7 @@ def root() -> None:
 @app.command(cls=GroupedCommand)
 def new(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Of the case; the file is NAME.toml.")
+        str, typer.Argument(metavar="NAME", help="Name of the case; the file is NAME.toml.")
     ],
     source: Annotated[
         Path,
@@ -45,7 +45,7 @@ def new(
         str, typer.Option("--task", metavar="TASK", help="mmlu, lambada, openwebtext or alpaca.")
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the file.")] = Path(),
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Write a complete case file, sizes full and smoke, for the model of a folder, and say what was
@@ -63,7 +63,8 @@ def new(
 
     if make_slug(name) != name:
         raise RequestError(
-            f"{name!r}: a name of a case has small letters, digits, '-' and '.'; such as"
+            f"{name!r}: the name of a case may have lower-case letters, digits, '-' and '.', such"
+            " as"
             f" {make_slug(name)}"
         )
     path = out / f"{name}.toml"

@@ -44,7 +44,7 @@ def compare(
             metavar="FIELD",
             help=(
                 "A field of the question that may differ, such as question.precision. case: any"
-                " field_to_json may."
+                " field may."
             ),
         ),
     ] = None,
@@ -94,7 +94,7 @@ def history(
         ),
     ] = None,
     no_index: Annotated[
-        bool, typer.Option("--no-index", help="Read every record; keep no index.")
+        bool, typer.Option("--no-index", help="Read every record; use no index and save none.")
     ] = False,
     format_: FormatOption = "text",
     lang: LangOption = "en",
@@ -128,7 +128,10 @@ def history(
 
 
 def comparison_to_json(comparison: "Comparison") -> dict[str, Any]:
-    """Return a comparison as the dict that `compare --json` and `reproduce --json` print."""
+    """Return a comparison of two sides as the dict that `compare --json` and `reproduce --json`
+    print: case, outcome, ratio, both sides, answers, metrics, phases and what differs. Case and
+    question are those of the base.
+    """
     case = (comparison.base.finished or comparison.base.records)[0].case
     base_answers, new_answers = comparison.answers
     return {
@@ -158,8 +161,9 @@ def comparison_to_json(comparison: "Comparison") -> dict[str, Any]:
 
 
 def _side_to_json(comparison: "Comparison", side: "ComparisonSide", index: int) -> dict[str, Any]:
-    """Return one side of a comparison as JSON data; `index` is 0 for the base and 1 for the new
-    side. Rates are None if the side has none.
+    """Return one side of a comparison as JSON data: name, ids of its records, number of valid ones,
+    those left out with their reason codes, and its rate with interval. `index` is 0 for the base
+    and 1 for the new side. Rates are None if the side has none.
     """
     rate = comparison.rates[index]
     return {
@@ -180,13 +184,17 @@ def _side_to_json(comparison: "Comparison", side: "ComparisonSide", index: int) 
 
 
 def _change_to_json(change: "ValueChange") -> dict[str, Any]:
-    """Return a metric or phase of both sides, with the ratio of the two, as JSON data."""
+    """Return a metric or phase with its unit, the values of both sides, their ratio, and
+    `direction` (None if neither is better) as JSON data.
+    """
     entry = {"name": change.name, "unit": change.unit, "base": change.base, "new": change.new}
     return entry | {"ratio": ratio_to_json(change.ratio), "direction": change.direction or None}
 
 
 def ratio_to_json(ratio: "Ratio | None") -> dict[str, Any] | None:
-    """Return a ratio of two rates with its interval and verdict as JSON data; None for None."""
+    """Return a ratio of two rates as JSON data: `value`, `interval`, `interval_from` (what the
+    interval was computed from) and `verdict`; None for None.
+    """
     if ratio is None:
         return None
     return {
@@ -207,11 +215,12 @@ def field_to_json(difference: "FieldDifference") -> dict[str, Any]:
 def _index_records(
     paths_given: list[Path], index_file: Path | None, no_index: bool
 ) -> "dict[Path, RecordSummary]":
-    """Return the index entry of every run record in these files and folders, by path.
+    """Return the summary of every run record in these files and folders, by path, each once.
 
-    The index is `index_file`, or if None the one in the user's cache; it is read and updated,
-    unless `no_index`. Spec records are left out with a line on stderr, and warnings are printed
-    there. Raise RequestError if there is no run record.
+    Summaries are taken from the index `index_file`, or if None the one in the user's cache; it is
+    read and updated, unless `no_index`. Spec records are left out with a line on stderr, and
+    warnings are printed there. Raise RequestError if one of the paths has no record, there is no
+    run record, or `index_file` is no index.
     """
     from steelyard.cli.records import drop_spec_records, find_record_paths
     from steelyard.metrics.rate_history import summarize_record
@@ -236,8 +245,8 @@ def _index_records(
 
 
 def _find_user_index() -> Path | None:
-    """Return the path of the index in the user's cache folder, which is created. Print a warning
-    and return None if that folder cannot be used.
+    """Return the path of the index in the user's cache folder, which is created if needed. Print a
+    warning on stderr and return None if that folder cannot be used.
     """
     from steelyard.record import index
     from steelyard.run import environment
@@ -245,7 +254,7 @@ def _find_user_index() -> Path | None:
     try:
         return environment.make_private_cache(os.environ, "index") / index.INDEX_NAME
     except (OSError, RequestError) as error:
-        print_stderr(f"warning: no index is kept: {to_one_line(error)}")
+        print_stderr(f"warning: the index was not saved: {to_one_line(error)}")
         return None
 
 
@@ -263,8 +272,9 @@ def _history_to_json(history: "RateHistory") -> dict[str, Any]:
 
 
 def _trend_to_json(trend: "Trend") -> dict[str, Any]:
-    """Return a trend (the runs of one case and setup over time) as JSON data, with its first bad
-    record or None.
+    """Return a trend (the runs of one case and setup over time) as JSON data: what its runs have in
+    common, its points, and its first bad record with reason codes, ratio and the id of the best
+    record before, or None.
     """
     head, bad = trend.first_entry, trend.first_bad
     names = ("name", "size", "key", "division", "precision", "engine", "plan", "scope", "devices")
@@ -285,8 +295,9 @@ def _trend_to_json(trend: "Trend") -> dict[str, Any]:
 
 
 def _point_to_json(point: "TrendPoint") -> dict[str, Any]:
-    """Return a point of a trend (a run, or repeats of it) as JSON data; its rate is None if no run
-    has one.
+    """Return a point of a trend (a run, or repeats of it) as JSON data: when, revision, rate with
+    interval, its ratios to the trend's first point and to the one before, and its records. The rate
+    is None if no run has one.
     """
     entry = point.runs[0].entry
     return {

@@ -1,7 +1,7 @@
 """Compare what an engine computes with what engine torch computes, on cases at size smoke.
 
-The command `conform` (`cli/run.py`) calls `compare_with_torch`; `metrics/conform_checks.py` compares two
-records, `run/conformity.py` stores the result.
+The command `conform` (`cli/run.py`) calls `compare_with_torch`; `metrics/conform_checks.py`
+compares two records, `run/conformity.py` stores the result.
 """
 
 import tempfile
@@ -30,12 +30,12 @@ def compare_with_torch(
     engine: str, cases: list[str] | None, accelerator: str, settings: list[str], as_json: bool
 ) -> int:
     """Run cases (None: all that the engine runs) at size smoke with engine torch and with `engine`,
-    print the comparison, and return the exit code: 0 if the engine conforms, otherwise 1.
+    print the comparison on stdout, and return the exit code: 0 if the engine conforms, otherwise 1.
 
     The result is stored in the user's cache for later records, unless a run failed, or only some
     cases were run and all agree. Records go to a temporary folder and are deleted. Raise
-    RequestError for settings other than engine.KEY, for engine torch itself, and for engines that
-    cannot be compared; KeyboardInterrupt if a run is interrupted.
+    RequestError for settings other than engine.KEY, for an unknown engine, engine torch itself, and
+    engines that run a program of their own (`checkout`); KeyboardInterrupt if a run is interrupted.
     """
     row = engine_rows.find_engine(engine)
     engine_paths, others = split_engine_settings(settings)
@@ -68,13 +68,14 @@ def compare_with_torch(
     conforms = all(item.ok for item in rows)
     if not finished:
         print_stderr(
-            "not kept: a run failed, which may be the machine's fault; mend it and run again"
+            "result not stored: a run failed, perhaps because of this machine; fix the cause and"
+            " run again"
         )
     # some of the cases can show that an engine does not conform, never that it does
     elif cases is None or not conforms:
-        print_stderr(
-            f"kept: {conformity.write_conformity(row, [item.case.name for item in chosen], conforms, packages)}"
-        )
+        names = [item.case.name for item in chosen]
+        path = conformity.write_conformity(row, names, conforms, packages)
+        print_stderr(f"result stored: {path}")
     if as_json:
         entries = [{**asdict(row), "ok": row.ok} for row in rows]
         print_json(
@@ -92,7 +93,8 @@ def compare_with_torch(
 
 def _resolve_cases(row: EngineRow, names: list[str] | None) -> list[ResolvedCase]:
     """Return the cases (None: all shipped ones that the engine runs), resolved at size smoke in
-    division closed, with dropout 0: engines draw random numbers in different orders.
+    division closed, with dropout 0 where the model has any: engines draw random numbers in
+    different orders.
 
     Raise RequestError if the engine refuses a case that was named, or runs none.
     """
@@ -121,8 +123,9 @@ def _run_smoke(
     accelerator: str,
     folder: Path,
 ) -> Record:
-    """Run a case once and return its record, which is written to `folder`; training runs for two
-    steps. Print a line on stderr before, and raise KeyboardInterrupt if the run was interrupted.
+    """Run a case once on one device and return its record, also of a failed run, which is written
+    to `folder`; training runs for two steps. Print case and engine on stderr before, and raise
+    KeyboardInterrupt if the run was interrupted, RequestError if it is refused.
     """
     steps = TRAINING_STEPS if resolved.case.question.train is not None else None
     print_stderr(f"{resolved.case.name} {engine}")
@@ -141,10 +144,11 @@ def _run_smoke(
 
 
 def _format_comparison(engine: str, rows: list[ConformCheck], conforms: bool) -> str:
-    """Format the comparison as aligned lines, one per quantity, and a last line that says whether
-    the engine conforms.
+    """Return the comparison as aligned lines: a head, one per case and quantity with both values,
+    their difference, what is allowed and `ok` or `WRONG`, and a last line that says whether the
+    engine conforms.
     """
-    head = ("case", "what", YARDSTICK, engine, "apart", "allowed", "")
+    head = ("case", "quantity", YARDSTICK, engine, "difference", "allowed", "")
     cells = [
         head,
         *(

@@ -90,7 +90,7 @@ def get_data(
 
 @app.command("list", cls=GroupedCommand)
 def list_data(as_json: JsonOption = False) -> None:
-    """List data sets that can be got: size, licence, what is here and where.
+    """List data sets that can be downloaded: size, licence, what is here and where.
 
     Example: steelyard data list
     """
@@ -103,7 +103,9 @@ def list_data(as_json: JsonOption = False) -> None:
 def pack(
     inputs: Annotated[
         list[Path],
-        typer.Argument(metavar="INPUT", help="JSON lines, one document a line, plain or gzipped."),
+        typer.Argument(
+            metavar="INPUT", help="JSON lines, one document per line, plain or gzipped."
+        ),
     ],
     tokenizer: Annotated[
         Path, typer.Option(metavar="PATH", help=f"The model's tokenizer: {TOKENIZER_HELP}")
@@ -121,7 +123,7 @@ def pack(
             "--append-end/--no-append-end", help="End each document with the tokenizer's end token."
         ),
     ] = True,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Tokenize text into a pair of token files, which training cases read with --data.
@@ -197,11 +199,12 @@ def _list_pack_facts(
     token_files: "TokenFiles", paths: list[tuple[str, int]]
 ) -> list[tuple[str, str]]:
     """Return label and value of each line that `data pack` prints about the token files that it
-    wrote; `paths` are their paths and sizes in bytes.
+    wrote: documents, skipped ones, tokens, fingerprint, files. `paths` are the files' paths and
+    sizes in bytes.
     """
     return [
         ("documents", str(token_files.documents)),
-        ("skipped", f"{token_files.skipped} without a word" if token_files.skipped else "0"),
+        ("skipped", f"{token_files.skipped} empty document(s)" if token_files.skipped else "0"),
         ("tokens", str(token_files.tokens)),
         ("fingerprint", token_files.fingerprint),
         *(("" if i else "files", text) for i, text in enumerate(format_file_sizes(paths))),
@@ -211,8 +214,9 @@ def _list_pack_facts(
 def _list_corpus_facts(
     inspection: "CorpusInspection", tokenizer: "Tokenizer | None"
 ) -> list[tuple[str, str]]:
-    """Return label and value of each line that `data inspect` prints; `tokenizer` is the one that
-    ids were checked against, or None.
+    """Return label and value of each line that `data inspect` prints: sizes, lengths of documents,
+    highest id, the split for training (`/` if there are too few documents) and fingerprint.
+    `tokenizer` is the one that ids were checked against, or None.
     """
     from steelyard.data.token_files import ROW_TOKENS
 
@@ -223,7 +227,7 @@ def _list_corpus_facts(
         ("dtype", inspection.dtype),
         (
             "lengths",
-            f"{inspection.shortest} to {inspection.longest}, {inspection.mean:.1f} in the mean",
+            f"{inspection.shortest} to {inspection.longest}, {inspection.mean:.1f} on average",
         ),
         ("highest id", str(inspection.highest)),
     ]
@@ -239,7 +243,8 @@ def _list_corpus_facts(
         rows.append(
             (
                 "tokenizer",
-                f"{to_one_line(tokenizer.source)}: every id is below its {tokenizer.vocab}",
+                f"{to_one_line(tokenizer.source)}: every id is below its vocabulary size"
+                f" {tokenizer.vocab}",
             )
         )
     return [*rows, ("fingerprint", inspection.fingerprint)]

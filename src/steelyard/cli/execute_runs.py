@@ -1,8 +1,8 @@
 """Execute the runs of a command one after the other, and print the results: a table of runs, of the
 points of a sweep, or of engines side by side.
 
-`cli/run.py` passes in the requests; `run/checked_request.py` checks each, `run/parent.py` runs it and writes
-its record.
+`cli/run.py` passes in the requests; `run/checked_request.py` checks each, `run/parent.py` runs it
+and writes its record.
 """
 
 import shlex
@@ -48,7 +48,7 @@ class QueuedRun:
     `request_index`.
 
     `heading` is a line to print before it, if not empty. `earlier` is the path and record of a
-    valid earlier run that is taken instead of running, or None.
+    valid earlier run that is taken instead of running (in a sweep), or None.
     """
 
     checked: CheckedRequest
@@ -77,17 +77,19 @@ class ExcludedEngine:
 
 def run_each(requests: list[Request], output: OutputOptions) -> int:
     """Check all requests, then run each once, print the table of runs, and return the exit code: 0
-    if all are valid, otherwise 1.
+    if all are valid, otherwise 1, also after an interrupt, which ends the series.
 
     A record of each run is written. Raise RequestError, before the first run, if a request is
-    wrong.
+    wrong; later only for what a host or worker finds wrong.
     """
     # all are checked before the first is run
     queue = [QueuedRun(check_request(request), index) for index, request in enumerate(requests)]
     results = execute_all(queue, output)
 
     def print_tables(records: list[Record]) -> None:
-        """Print the table of runs, and one of each group of repeats."""
+        """Print on stdout the table of these runs, and a table for each group of repeats among
+        them.
+        """
         print_run_result(format_page(report.build_summary_page(records), output.wide))
         print_repeats(records, output.wide)
 
@@ -98,11 +100,12 @@ def run_sweep(
     requests: list[Request], axes: tuple[SweepAxis, ...], times: int, output: OutputOptions
 ) -> int:
     """Run each point of a sweep `times` times, less the valid records of it that are already in the
-    output folder, print the table of points, and return the exit code: 0 if every point has its
-    valid records, otherwise 1.
+    output folder, print the table of points on stdout, and return the exit code: 0 if every point
+    has its valid records, otherwise 1, also after an interrupt.
 
     Raise RequestError, before the first run, if a request is wrong or two points are the same run.
-    A sweep over devices or nodes also prints a scaling table.
+    Damaged records in the folder become warnings on stderr. A sweep over devices or nodes also
+    prints a scaling table.
     """
     checked_requests = [
         _check_at_point(request) for request in requests
@@ -115,7 +118,8 @@ def run_sweep(
     for index, (item, earlier_records) in enumerate(
         zip(checked_requests, earlier_by_point, strict=True)
     ):
-        heading = f"point {index + 1} of {len(checked_requests)}: {_format_point_title(item, checked_requests)}"
+        title = _format_point_title(item, checked_requests)
+        heading = f"point {index + 1} of {len(checked_requests)}: {title}"
         earlier_or_none = [*earlier_records[:times], *[None] * (times - len(earlier_records))]
         queue += [
             QueuedRun(item, index, "" if number else heading, record)
@@ -134,7 +138,9 @@ def run_sweep(
     ]
 
     def print_tables(records: list[Record]) -> None:
-        """Print the table of points, the repeats, and if devices are swept the scaling."""
+        """Print on stdout the table of the sweep's points, its repeats, and if devices or nodes are
+        swept the scaling table; on stderr that there is none if records do not suffice.
+        """
         names = [_format_point_of(turn.checked) for turn, _ in results]
         print_run_result(format_page(report.build_summary_page(records, points=names), output.wide))
         print_repeats(repeats, output.wide)
@@ -145,8 +151,8 @@ def run_sweep(
             print_stderr("no scaling table: it needs valid records with two device counts")
 
     def extra_json(records: list[Record]) -> dict[str, Any]:
-        """Return what the JSON of a sweep adds to the records: repeats, and the keys, points and
-        scaling of the sweep.
+        """Return what the JSON of a sweep adds to the records: `repeats`, and under `sweep` its
+        keys with their values, points, and scaling (empty unless devices or nodes are swept).
         """
         keys = {axis.key: [resolve.parse_value(value) for value in axis.values] for axis in axes}
         points = [_point_to_json(point_results) for point_results in by_point.values()]
@@ -162,10 +168,11 @@ def run_sweep(
 def run_engines(requests: list[Request], times: int, output: OutputOptions) -> int:
     """Run the requests, one per engine and case, `times` times in turn, so that changes on the
     machine affect all engines alike; print the engines side by side and return the exit code: 0 if
-    all runs are valid, otherwise 1.
+    all runs are valid, otherwise 1, also after an interrupt.
 
-    An engine that cannot run a case is left out with a line on stderr. Raise RequestError if no
-    engine can run a case.
+    An engine that cannot run a case is left out with a line on stderr, also if only a host or
+    worker finds that. Raise RequestError, before any run, if one of the cases has no engine that
+    can run it; and if in the end no run is left.
     """
     checked_requests, excluded = check_engine_requests(requests)
     # an engine may have the same reason for several cases: print it once
@@ -180,7 +187,10 @@ def run_engines(requests: list[Request], times: int, output: OutputOptions) -> i
         raise RequestError(_explain_no_engine(excluded_late))
 
     def print_tables(records: list[Record]) -> None:
-        """Print engines side by side, the table of runs if not all are in it, and repeats."""
+        """Print on stdout the engines side by side, the table of runs if not all of them are in
+        that, and repeats; on stderr that there is no engine table if fewer than two engines
+        finished.
+        """
         page = report.build_engines_page(records)
         compared = [
             record
@@ -196,8 +206,8 @@ def run_engines(requests: list[Request], times: int, output: OutputOptions) -> i
         print_repeats(records, output.wide)
 
     def extra_json(records: list[Record]) -> dict[str, Any]:
-        """Return what the JSON of several engines adds to the records: groups, and the engines that
-        were left out.
+        """Return what the JSON of several engines adds to the records: under `engines` the engines
+        that were left out, with reasons, and the groups that are compared.
         """
         reasons = [asdict(one) for one in (*excluded, *excluded_late)]
         return {
@@ -219,12 +229,12 @@ def run_engines(requests: list[Request], times: int, output: OutputOptions) -> i
 def execute_all(
     queue: list[QueuedRun], output: OutputOptions, excluded: list[ExcludedEngine] | None = None
 ) -> list[RunResult]:
-    """Execute the runs in order and return each with its record; the last one may be an interrupted
-    run, after which no other starts.
+    """Execute the runs in order and return each with its record, also those that take an earlier
+    record; the last one may be an interrupted run, after which no other starts.
 
-    If only a host or a worker finds a request wrong, RequestError is raised; if a list `left_out`
-    is given, the error is printed and appended to it instead, and later runs of that request are
-    skipped. With Slurm, one allocation is held for all runs.
+    If only a host or a worker finds a request wrong, RequestError is raised; if a list `excluded`
+    is given, the error is printed on stderr and appended to it instead, and later runs of that
+    request are skipped. With Slurm, one allocation is held for all runs.
     """
     results: list[RunResult] = []
     dropped: set[int] = set()
@@ -271,12 +281,13 @@ def execute_run(
     allocation: Allocation | None,
     position: tuple[int, int],
 ) -> Record:
-    """Execute one run with its progress display, print its status, sign its record if requested,
-    and return the record, which is on disk.
+    """Execute one run with its progress display, print its status on stderr, sign its record if
+    requested, and return the record, which is on disk. A run that fails or is invalid is returned,
+    not raised.
 
     `position` is the number of this run and the number of all runs, for the title. Raise
     RequestError if a host or worker finds the request wrong, LostError if the record cannot be
-    signed.
+    written or signed.
     """
     number, run_count = position
     title = (
@@ -337,8 +348,9 @@ def is_interrupted(run_record: Record) -> bool:
 def _allocate_hosts(
     checked_requests: list[CheckedRequest], output: OutputOptions
 ) -> AbstractContextManager[Allocation | None]:
-    """Return a context manager that holds one allocation of hosts for all runs, if their launcher
-    asks a scheduler (Slurm) for hosts; otherwise one that gives None.
+    """Return a context manager that holds one allocation for all runs, of as many hosts as the
+    largest needs, if the launcher of the first asks a scheduler (Slurm) for hosts; otherwise, and
+    without runs, one that gives None.
 
     While it waits in the queue, a line is printed every ten seconds. The wait is in no record.
     """
@@ -363,8 +375,9 @@ def _print_results(
     print_tables: Callable[[list[Record]], None],
     extra_json: Callable[[list[Record]], dict[str, Any]],
 ) -> int:
-    """Print the results: with --json one document of all records, to which `extra_json` adds;
-    otherwise what `print_tables` prints, and a waterfall if the runs were profiled.
+    """Print the results of a command on stdout: with --json one document of all records and their
+    repeats, to which `extra_json` adds; otherwise what `print_tables` prints, and a waterfall if
+    the runs were profiled (--explain). `results` must not be empty.
 
     Return the exit code: 0 if there are `expected_runs` runs and all are valid, otherwise 1.
     """
@@ -397,19 +410,22 @@ def _models_to_json(models: Any) -> list[dict[str, Any]]:
 
 
 def print_repeats(records: list[Record], wide: bool) -> None:
-    """Print a table for each group of repeats in the records; nothing if there is none."""
+    """Print on stdout a table for each group of repeats (runs of the same request) in the records;
+    nothing if there is none.
+    """
     page = report.build_repeats_page(records)
     if page is not None:
         print_run_result("\n" + format_page(page, wide))
 
 
 def print_waterfall(records: list[Record], out: Path, output: OutputOptions) -> None:
-    """Print the waterfall of every profiled run on stdout, and on stderr how to list the kernels of
-    records in folder `out`; only a line on stderr if no run was profiled.
+    """Print the waterfall (where the time of a step goes) of every profiled run on stdout, and on
+    stderr how to list the kernels of the records in folder `out`; only a line on stderr if no run
+    was profiled.
     """
     page = report.build_short_waterfall_page(records)
     if page is None:
-        print_stderr("no waterfall: no run got to the steps that are profiled")
+        print_stderr("no waterfall: no run reached the profiled steps")
         return
     print_run_result("\n" + format_page(page, output.wide))
     if not output.silent:
@@ -425,8 +441,8 @@ def _check_at_point(request: Request) -> CheckedRequest:
 
 
 def _check_points_differ(checked_requests: list[CheckedRequest]) -> None:
-    """Raise RequestError if two points of a sweep are the same run: their records could not be told
-    apart.
+    """Raise RequestError if two points of a sweep are the same run, with equal case, plan and
+    automatic tunes: their records could not be told apart.
     """
     seen: dict[tuple[str, str, tuple[str, ...]], CheckedRequest] = {}
     for checked in checked_requests:
@@ -436,7 +452,8 @@ def _check_points_differ(checked_requests: list[CheckedRequest]) -> None:
         )
         if first is not checked:
             raise RequestError(
-                f"--sweep: points {_format_point_of(first)} and {_format_point_of(checked)} are the same run;"
+                f"--sweep: points {_format_point_of(first)} and {_format_point_of(checked)} are"
+                " the same run;"
                 " name each value once, and use --repeat for more runs of a point"
             )
 
@@ -459,8 +476,8 @@ def _format_point_title(checked: CheckedRequest, all_runs: list[CheckedRequest])
 
 
 def _point_to_json(results: list[RunResult]) -> dict[str, Any]:
-    """Return a point of a sweep as JSON data, from its runs: case, values, ids of its records, and
-    how many of them were there before.
+    """Return a point of a sweep as JSON data, from its runs (at least one): case, division, the
+    values of its keys, ids of its records, and how many of them were there before.
     """
     checked = results[0][0].checked
     return {
@@ -475,11 +492,11 @@ def _point_to_json(results: list[RunResult]) -> dict[str, Any]:
 def check_engine_requests(
     requests: list[Request],
 ) -> tuple[list[CheckedRequest], list[ExcludedEngine]]:
-    """Check requests of several engines; return the runs that can start, and the engines that
-    cannot run their case, with the reason.
+    """Check requests of several engines; return the checked ones, which can start, and the engines
+    that cannot run their case, with the reason.
 
-    Raise RequestError if no engine can run one of the cases, or if a request is wrong whatever the
-    engine.
+    Raise RequestError if one of the cases has no engine that can run it, or if a request is wrong
+    whatever the engine (any RequestError but EngineError).
     """
     checked_requests: list[CheckedRequest] = []
     excluded: list[ExcludedEngine] = []
@@ -497,8 +514,8 @@ def check_engine_requests(
 
 
 def _explain_no_engine(excluded: list[ExcludedEngine]) -> str:
-    """Return the message for a case that no engine can run: the reason of each engine. `excluded`
-    are the engines left out; empty if no engine runs any case.
+    """Return the message for a case that no engine can run: the reasons of each engine for the
+    first case in `excluded`, the engines left out; a general one if that is empty.
     """
     if not excluded:
         return "--engine all: no engine runs any of the cases; see steelyard list"

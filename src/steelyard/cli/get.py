@@ -47,8 +47,8 @@ _CHECK_TEXTS: dict[CheckedBy, str] = {
 
 
 def find_data_path(data: Path | None, case: Case) -> Path | None:
-    """Return the path that --data means for a case: the path itself, or for `auto` the downloaded
-    data set of its task.
+    """Return the path that --data means for a case: the path itself, unchecked, or for `auto` the
+    folder of the downloaded data set of its task.
 
     Return None if `data` is None, and for `auto` at size smoke, whose data is generated. Raise
     RequestError if `auto` has no data set for the task, or it is not downloaded yet.
@@ -60,7 +60,8 @@ def find_data_path(data: Path | None, case: Case) -> Path | None:
     source = catalog.find_task_source(case.question.task_row.name)
     if source is None:
         raise RequestError(
-            f"--data auto: nothing is known to get for task {case.question.task_row.name!r}; give a path"
+            f"--data auto: no data set is known for task {case.question.task_row.name!r}; give a"
+            " path"
         )
     stored = _open_store("data").find(source.name)
     if stored is None:
@@ -74,8 +75,9 @@ def find_data_path(data: Path | None, case: Case) -> Path | None:
 def make_fetch_options(
     offline_folder: Path | None, mirrors: list[str] | None, again: bool, repin: bool
 ) -> FetchOptions:
-    """Check the options of `data get` and `weights get` and return them as one object;
-    `offline_folder` is that of --from.
+    """Check the options of `data get` and `weights get` and return them as one object.
+    `offline_folder` is that of --from, a folder to take files from instead of the network; `again`
+    and `repin` are passed on.
 
     Raise RequestError if --from is no folder or combined with --mirror, or a mirror is no http
     address or holds a password.
@@ -90,7 +92,9 @@ def make_fetch_options(
         if not url.startswith(("https://", "http://")):
             raise RequestError(f"--mirror {url!r}: not an address; allowed: https://… or http://…")
         if "@" in url.split("/")[2]:
-            raise RequestError("--mirror: an address with a name and a password in it is not taken")
+            raise RequestError(
+                "--mirror: an address with a user name or password is not allowed; leave them out"
+            )
     return FetchOptions(tuple(mirrors or ()), offline_folder, again, repin)
 
 
@@ -112,11 +116,13 @@ def get_source(
     timeout_s: float,
     output: OutputOptions,
 ) -> int:
-    """Download a data set or model into the user's cache unless it is there, print what was got,
-    and return the exit code: 0, or 1 if the download, the disk or the user ended it.
+    """Download a data set or model (`kind`) into the user's cache unless it is there, print on
+    stdout what was got (with --json its manifest), and return the exit code: 0, or 1 with a line on
+    stderr if the download, the disk or the user ended it.
 
-    `revision` is one of the hub, `timeout_s` how long a connection may be silent. Raise
-    RequestError for an unknown name, and for options that do not fit the source.
+    `revision` is one of the hub, `timeout_s` how long a connection may be silent. Progress goes to
+    stderr. Raise RequestError for an unknown name, a bad timeout, and options that do not fit the
+    source.
     """
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise RequestError(
@@ -140,7 +146,9 @@ def get_source(
     store = _open_store(kind)
 
     def print_line(text: str) -> None:
-        """Print a line on stderr; with --quiet only warnings, with --json nothing."""
+        """Print a line on stderr: any text normally, with --quiet only texts that begin with
+        `warning:`, with --json nothing.
+        """
         if not output.silent or (text.startswith("warning:") and not output.json):
             print_stderr(to_one_line(text))
 
@@ -163,12 +171,12 @@ def get_source(
         return 1
     except OSError as error:  # of the disk: network errors are DownloadErrors
         print_stderr(
-            f"error: {to_one_line(store.folder)}: {to_one_line(error.strerror or error)}; mend that, then"
-            " run the same command again"
+            f"error: {to_one_line(store.folder)}: {to_one_line(error.strerror or error)}; fix it,"
+            " then run the same command again"
         )
         return 1
     except KeyboardInterrupt:
-        print_stderr("interrupted; run the same command again to go on")
+        print_stderr("interrupted; run the same command again to continue")
         return 1
     if output.json:
         print_json(
@@ -184,14 +192,14 @@ def get_source(
 
 
 def _open_store(kind: SourceKind) -> SourceStore:
-    """Return the store of downloaded data sets or models in the user's cache, whose folder is
-    created. Raise RequestError if it cannot be.
+    """Return the store of downloaded data sets or models (`kind`) in the user's cache, whose folder
+    is created if needed. Raise RequestError if it cannot be, or others can write it.
     """
     try:
         return SourceStore(environment.make_private_cache(os.environ, kind))
     except OSError as error:
         raise RequestError(
-            f"the folder for {kind} cannot be made: {error}; {environment.CACHE_HINT}"
+            f"the folder for {kind} cannot be created: {error}; {environment.CACHE_HINT}"
         ) from error
 
 
@@ -202,8 +210,8 @@ def _format_result(
     was_here: bool,
     store: SourceStore,
 ) -> str:
-    """Format what `get` prints: files with sizes, how each download was checked (unless it was
-    there before), the folder, and how to use it.
+    """Return the text that `get` prints at its end: files with sizes, how each download was checked
+    (unless all was there before), the folder, and how to use it.
     """
     manifest = stored.manifest
     lines = format_file_sizes([(item.path, item.size_bytes) for item in manifest.files])
@@ -219,7 +227,8 @@ def _format_result(
         )
     state = "already here" if was_here else "done"
     lines.append(
-        f"{source.name}: {state}, {len(manifest.files)} file(s), {format_size(manifest.size_bytes)}, in"
+        f"{source.name}: {state}, {len(manifest.files)} file(s),"
+        f" {format_size(manifest.size_bytes)}, in"
         f" {to_one_line(stored.path)}"
     )
     path = to_one_line(stored.path)
@@ -237,8 +246,9 @@ def _format_result(
 
 
 def print_sources(kind: SourceKind, as_json: bool) -> None:
-    """Print all known data sets or models (`kind`), and other downloaded ones, with size, state and
-    licence; or as JSON.
+    """Print on stdout all data sets or models (`kind`) of the catalog, and others that were
+    downloaded, one line each with size, state (`here`, bytes so far, `gated` or `-`) and licence,
+    then the folder; or as JSON.
     """
     store = _open_store(kind)
     unlisted = [
@@ -262,7 +272,11 @@ def print_sources(kind: SourceKind, as_json: bool) -> None:
     )
     print_stdout(
         "\n".join(
-            [*lines, f"folder: {to_one_line(store.folder)}", f"get one: steelyard {kind} get NAME"]
+            [
+                *lines,
+                f"folder: {to_one_line(store.folder)}",
+                f"download one: steelyard {kind} get NAME",
+            ]
         )
     )
 
@@ -270,8 +284,9 @@ def print_sources(kind: SourceKind, as_json: bool) -> None:
 def _source_to_json(
     source: CatalogSource, stored: StoredSource | None, partial_bytes: int
 ) -> dict[str, Any]:
-    """Return a source as JSON data. `stored` is what is downloaded of it, or None; its size is None
-    if it is not known before the download.
+    """Return a data set or model as JSON data, for `list` and `get`. `stored` is the complete
+    download of it, or None; `partial_bytes` are those of an unfinished one. `size_bytes` is None if
+    it is not known before the download.
     """
     file_sizes = [file.size_bytes for file in source.files]
     return {

@@ -44,12 +44,13 @@ TINY_HEAD_DIM, TINY_WINDOW = 32, 48
 def make_complete_case(
     path: Path, task: str, name: str | None = None, check_tokenizer: bool = True
 ) -> NewCase:
-    """Make the case of a task with the model in a Hugging Face folder; `name` defaults to folder
-    and task. No file is written.
+    """Make the case of a task with the model in a Hugging Face folder, for `case new`; `name`
+    defaults to folder and task. No file is written.
 
     Raise RequestError if the folder is no model or lacks weights, if no case of the task can be
-    made with it, or, with `check_tokenizer` and a task on texts, if its tokenizer is missing or
-    does not fit. May start a subprocess, for models that transformers has to describe.
+    made with it, or, with `check_tokenizer` and unless the task trains from random weights, if its
+    tokenizer is missing or does not fit. May start a subprocess, for models that transformers has
+    to describe.
     """
     row = new_case.find_task_row(task)
     folder = hf_folder.read_hf_folder(path)
@@ -67,12 +68,13 @@ def make_case_to_run(
     tokenizer: Path | None,
     weights: Path | None,
 ) -> NewCase:
-    """Make the case of a task with the model in a Hugging Face folder, for one run.
+    """Make the case of a task with the model in a Hugging Face folder, for one run (`run --model`);
+    the folder's own tokenizer is not checked.
 
     If its weights are not loaded (`load_weights` is False, or the task trains from random ones),
-    config.json is enough, but a task on texts then needs a tokenizer: named, or beside the data or
-    the other `weights`. Raise RequestError if something is missing, or no case can be made. May
-    start a subprocess, for models that transformers has to describe.
+    config.json is enough, but a task on given texts (`data`) then needs a tokenizer: named, or
+    beside the data or the other `weights`. Raise RequestError if something is missing, or no case
+    can be made. May start a subprocess, for models that transformers has to describe.
     """
     row = new_case.find_task_row(task)
     folder = hf_folder.read_hf_folder(path)
@@ -88,7 +90,8 @@ def make_case_to_run(
 
 def _make_case(folder: HfFolder, row: "Task", name: str | None, check_tokenizer: bool) -> NewCase:
     """Make the case of a task (`row`) with the model of a folder, named `name` or after folder and
-    task. Raise RequestError if the model's family does not do the task's work.
+    task; no file is written. Raise RequestError if the model cannot be described, or its family
+    does not do the task's work.
     """
     model = _describe_model(folder, check_tokenizer)
     if row.work not in _list_works(model):
@@ -98,7 +101,8 @@ def _make_case(folder: HfFolder, row: "Task", name: str | None, check_tokenizer:
             if new_case.find_task_row(name).work in _list_works(model)
         )
         raise RequestError(
-            f"--task {row.name}: a model of type {format_model_type(folder)} is run by engine transformers,"
+            f"--task {row.name}: a model of type {format_model_type(folder)} is run by engine"
+            " transformers,"
             f" which does not train it; allowed: {', '.join(allowed)}"
         )
     return new_case.make_case(
@@ -114,14 +118,16 @@ def format_model_type(folder: HfFolder) -> str:
 
 
 def _list_works(model: ModelDescription) -> tuple[str, ...]:
-    """Return the kinds of work that the model's family does, such as scoring and training."""
+    """Return the kinds of work that the model's family does, as rows of tasks name them, such as
+    `train_rows`.
+    """
     return families.find_family(str(model.fields["family"])).works
 
 
 def _describe_model(folder: HfFolder, check_tokenizer: bool) -> ModelDescription:
     """Describe the model of a folder: from its config.json if it is a type that this program
     computes, otherwise by asking transformers in a subprocess. With `check_tokenizer` its tokenizer
-    is checked and listed too. Raise RequestError if any of it fails.
+    is checked against the vocabulary and listed too. Raise RequestError if any of it fails.
     """
     path = folder.path / hf_config.CONFIG_NAME
     try:
@@ -134,8 +140,10 @@ def _describe_model(folder: HfFolder, check_tokenizer: bool) -> ModelDescription
 
 
 def _describe_llama(folder: HfFolder) -> ModelDescription:
-    """Describe a model of a type that this program computes (Llama and relatives): dimensions from
-    config.json, a tiny version for size smoke, and for each field the key that it came from.
+    """Describe a model of a type that this program computes (Llama and relatives): the fields of
+    [question.model] from config.json, a tiny version for size smoke, and as comment of each field
+    the key that it came from, or that it is transformers' default. Raise RequestError if a value is
+    missing or wrong.
     """
     path = folder.path / hf_config.CONFIG_NAME
     shape = hf_config.parse_hf_model(path, folder.config)
@@ -146,7 +154,7 @@ def _describe_llama(folder: HfFolder) -> ModelDescription:
     comments = {
         setting.field: setting.key
         if setting.key in _collect_keys(folder.config)
-        else f"{setting.key}: not told, so transformers' default"
+        else f"{setting.key}: not given, so transformers' default"
         for setting in reversed(settings)
     }
     comments |= {
@@ -170,16 +178,17 @@ def _collect_keys(config: dict[str, Any]) -> set[str]:
 
 
 def _describe_auto_model(folder: HfFolder, reason: str) -> ModelDescription:
-    """Describe a model that only engine transformers runs, with parameters and FLOPs that torch
-    counts in a subprocess.
+    """Describe a model that only engine transformers runs, in division closed, with parameters and
+    FLOPs that torch counts in a subprocess.
 
-    `reason` is why this program does not compute it. Raise RequestError if its weights are pickles,
-    its rotary positions depend on the batch, or transformers cannot make it.
+    `reason` is why this program does not compute it, for a comment. Raise RequestError if its
+    weights are pickles, its rotary positions depend on the batch, or transformers cannot make it.
     """
     hf_folder.check_static_rope(folder.path, folder.config)
     if folder.weights in hf_folder.PICKLES:
         raise RequestError(
-            f"{folder.path}: engine transformers reads a model of type {format_model_type(folder)} from"
+            f"{folder.path}: engine transformers reads a model of type {format_model_type(folder)}"
+            " from"
             f" safetensors alone, and it has {folder.weights}; convert it with transformers'"
             " save_pretrained"
         )
@@ -191,11 +200,10 @@ def _describe_auto_model(folder: HfFolder, reason: str) -> ModelDescription:
             ("token_flops", "pair_flops", "logit_flops"),
             "counted by torch on meta tensors; see docs/own-model.md",
         ),
-        "config": "config.json, as far as it says what is computed",
+        "config": "config.json, the keys that affect the computation",
     }
     assumed = [
-        "engine transformers, which alone has this model; FLOPs are those that torch's counter"
-        " counts on meta tensors"
+        "only engine transformers runs this model; its FLOPs are counted by torch on meta tensors"
     ]
     if probed["why"]:
         assumed.append(f"no tiny model: {probed['why']}")
@@ -223,7 +231,8 @@ def _ask_transformers(folder: HfFolder) -> dict[str, Any]:
     for module in ("torch", "transformers"):
         if find_spec(module) is None:
             raise RequestError(
-                f"{module} is not installed, and a model of type {format_model_type(folder)} needs it; "
+                f"{module} is not installed, and a model of type {format_model_type(folder)} needs"
+                " it; "
                 "pip install 'steelyard[transformers]'"
             )
     with tempfile.TemporaryDirectory(prefix="steelyard-") as temporary:
@@ -249,7 +258,7 @@ def _ask_transformers(folder: HfFolder) -> dict[str, Any]:
                 f"exit code {process.returncode}"
             ]
             raise RequestError(
-                f"{folder.path}: transformers cannot make this model: {last_line[0]}"
+                f"{folder.path}: transformers cannot build this model: {last_line[0]}"
             )
         answer: dict[str, Any] = json.loads(answer_path.read_text(encoding="utf-8"))
     if "error" in answer:
@@ -265,7 +274,7 @@ def _add_tokenizer(folder: HfFolder, model: ModelDescription) -> ModelDescriptio
 
     loaded = tokenizer.load_tokenizer([folder.path])
     tokenizer.check_vocabulary_size(loaded, model.fields["vocab"])
-    remark = "" if loaded.end is not None else "; it does not say which token ends a text"
+    remark = "" if loaded.end is not None else "; it does not define a token that ends a text"
     assumed = (
         *model.assumed,
         f"tokenizer {loaded.source} of the folder, {loaded.vocab} tokens for a vocabulary of "

@@ -139,7 +139,7 @@ HangAfterOption = Annotated[
     float,
     typer.Option(
         metavar="SECONDS",
-        help="Stop the run when workers show no progress for so long.",
+        help="Stop the run when workers show no progress for this long.",
         rich_help_panel=SCOPE_GROUP,
     ),
 ]
@@ -162,25 +162,27 @@ FromOption = Annotated[
 MirrorsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--mirror", metavar="URL", help="Ask URL/NAME/FILE first. Several are asked in order."
+        "--mirror", metavar="URL", help="Try URL/NAME/FILE first. Several are tried in order."
     ),
 ]
-AgainOption = Annotated[bool, typer.Option("--again", help="Get it anew, although it is here.")]
+AgainOption = Annotated[bool, typer.Option("--again", help="Download again, even if it is here.")]
 RepinOption = Annotated[
     bool,
     typer.Option(
-        "--repin", help="Get it anew and accept other bytes than were pinned at first use."
+        "--repin", help="Download again and accept bytes other than those pinned at first use."
     ),
 ]
 TimeoutOption = Annotated[
-    float, typer.Option(metavar="SECONDS", help="Give up a connection that is silent for so long.")
+    float,
+    typer.Option(metavar="SECONDS", help="Close a connection that sends nothing for this long."),
 ]
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The command line of `run`, one field per option, in the order in which help lists them.
-    Values are as typed; nothing is checked here.
+    """The command line of `run`, one field per option, in the order in which help lists them; typer
+    makes its parameters from the annotations (`take_options`). Values are as typed; nothing is
+    checked here. `output` gives the options on printing.
     """
 
     cases: Annotated[
@@ -197,8 +199,8 @@ class RunOptions:
         typer.Option(
             metavar="PATH",
             help=(
-                "The case's data (size full): a folder, a file, or auto for what steelyard data get"
-                " brought."
+                "The case's data (size full): a folder, a file, or auto for what steelyard data"
+                " get downloaded."
             ),
             rich_help_panel=MAIN_GROUP,
         ),
@@ -301,7 +303,7 @@ class RunOptions:
         str | None,
         typer.Option(
             metavar="A,B",
-            help="MMLU: the questions of these subjects alone; with --sample, N of them.",
+            help="MMLU: only the questions of these subjects; with --sample, N of them.",
             rich_help_panel=SCOPE_GROUP,
         ),
     ] = None
@@ -310,8 +312,8 @@ class RunOptions:
         typer.Option(
             metavar="FILE",
             help=(
-                "Inference: the items alone whose ids are in this file, one a line: places in the"
-                " set counted from 0, ranges such as 12-20; MMLU also anatomy/12."
+                "Inference: only the items whose ids are in this file, one per line: positions in"
+                " the set counted from 0, ranges such as 12-20; MMLU also anatomy/12."
             ),
             rich_help_panel=SCOPE_GROUP,
         ),
@@ -439,15 +441,17 @@ class RunOptions:
 def take_options(
     options_class: type[Options],
 ) -> Callable[[Callable[[Options], int]], Callable[..., int]]:
-    """Return a decorator that turns a function of one options object into a typer command.
+    """Return a decorator that turns a function of one options object into a function that typer
+    takes for a command.
 
-    `options_class` is a dataclass; typer sees its fields as the command's parameters. The docstring
-    of the function is kept as the help text.
+    `options_class` is a dataclass; typer sees its fields as the command's parameters, through
+    signature and annotations. The docstring of the function is kept as the help text.
     """
 
     def decorate(verb: Callable[[Options], int]) -> Callable[..., int]:
-        """Return a function that makes the options object from its keyword arguments and calls
-        `verb` with it.
+        """Return a function that makes the options object from its keyword arguments, calls `verb`
+        with it and returns its exit code; with verb's docstring, and signature and annotations of
+        the options class.
         """
 
         def command(**values: Any) -> int:
@@ -473,7 +477,10 @@ class GroupedCommand(TyperCommand):
     """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and the groups of options to click's help formatter."""
+        """Write this command's help on arguments, then options, to click's `formatter`, in titled
+        sections; empty ones are left out. Options are in groups only if there are more than ten,
+        else in one.
+        """
         arguments: list[tuple[str, str]] = []
         options: list[tuple[str, tuple[str, str]]] = []
         for param in self.get_params(ctx):

@@ -32,7 +32,8 @@ PAGE_SEPARATOR = "\n---\n\n"  # between the pages of two cases, in Markdown
 @dataclass(frozen=True)
 class ExportOptions:
     """The options of `report` that say what is shown and how. Creating one raises RequestError if
-    they cannot be combined.
+    they cannot be combined. `given_format` is --format as typed or None; `format` is the one to
+    write.
     """
 
     given_format: str | None
@@ -45,8 +46,9 @@ class ExportOptions:
     as_json: bool
 
     def __post_init__(self) -> None:
-        """Raise RequestError for an unknown layout, format or language, and for options that cannot
-        be combined.
+        """Raise RequestError for an unknown layout, format or language of `report`, and for options
+        that cannot be combined: --layout with another format than md, --explain with --layout or
+        csv, --json with a format or layout but without --to.
         """
         if self.layout not in (None, FLAGPERF):
             raise RequestError(f"--layout {self.layout!r}: allowed: {FLAGPERF}")
@@ -58,7 +60,7 @@ class ExportOptions:
         if self.explain and (self.layout or self.format == CSV):
             option = f"--layout {FLAGPERF}" if self.layout else f"--format {CSV}"
             raise RequestError(
-                f"--explain and {option} do not go together; ask for them one after the other"
+                f"--explain and {option} cannot be combined; run the command once with each"
             )
         if self.as_json and self.to is None and (self.given_format or self.layout):
             raise RequestError(
@@ -75,13 +77,14 @@ class ExportOptions:
 
 
 def _render_page(options: ExportOptions, specs: list[SpecRecord], records: list[Record]) -> str:
-    """Render a page, or the CSV table of records. Spec records are rendered if there are any, the
-    others are then ignored. Raise RequestError for CSV of spec records.
+    """Return a page, or the CSV table of records, as text. Spec records are rendered if there are
+    any, the others are then ignored. Text is as wide as the terminal, without limit with --wide,
+    --full or --to; it is the brief page unless --full or --json, or the waterfall with --explain.
+    Raise RequestError for CSV of spec records.
     """
     if specs and options.format == CSV:
         raise RequestError(
-            f"--format {CSV} is of runs; records of kind spec have no metrics: take --json or"
-            " another format"
+            f"--format {CSV} lists runs; spec records have no metrics: use --json or another format"
         )
     width = find_width(options.wide or options.full or options.to is not None)
     if specs:
@@ -100,11 +103,12 @@ def _render_page(options: ExportOptions, specs: list[SpecRecord], records: list[
 
 
 def export_records(options: ExportOptions, specs: list[SpecRecord], records: list[Record]) -> None:
-    """Print spec records, or if there are none records of runs, as the options ask; or write them
-    to the file or folder of --to and print its path.
+    """Print spec records, or if there are none records of runs, on stdout as the options ask; or
+    write them to the file or folder of --to, and print on stderr a line with the path of each file
+    written.
 
-    With --json, data is printed, and the page is also written if --to is given. Raise RequestError
-    for what cannot be shown or written.
+    With --json, data is printed on stdout instead, and with --to the pages are written too, whose
+    paths then stand in the data alone. Raise RequestError for what cannot be shown or written.
     """
     written = [] if options.to is None else _write_pages(options, options.to, specs, records)
     if options.as_json:
@@ -125,16 +129,16 @@ def export_records(options: ExportOptions, specs: list[SpecRecord], records: lis
 def _write_pages(
     options: ExportOptions, to: Path, specs: list[SpecRecord], records: list[Record]
 ) -> list[PageFile]:
-    """Write the page to the file `to` and return what was written; with FlagPerf's layout one file
-    per case in the folder `to`, which is created, unless its name ends in .md. Raise RequestError
-    if it cannot be written.
+    """Write the page to the file `to`; with FlagPerf's layout, unless that name ends in .md, one
+    file CASE.md per case in the folder `to`, which is created. Files that exist are replaced.
+    Return format, language and path of each. Raise RequestError if one cannot be written.
     """
     if options.layout and to.suffix != ".md":
         try:
             to.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RequestError(
-                f"--to {str(to)!r} is no folder that can be made: {error.strerror}"
+                f"--to {str(to)!r} cannot be created as a folder: {error.strerror}"
             ) from error
         text_by_path = {
             to / f"{page.name}.md": page.text
@@ -150,8 +154,9 @@ def _write_pages(
 
 
 def _render_all(options: ExportOptions, specs: list[SpecRecord], records: list[Record]) -> str:
-    """Render everything as one text: with FlagPerf's layout the pages of all cases, separated by
-    rules.
+    """Return everything as one text: with FlagPerf's layout the pages of all cases, separated by
+    rules, else one page or table. Raise RequestError for what the format cannot show of spec
+    records.
     """
     if options.layout:
         return PAGE_SEPARATOR.join(
@@ -166,15 +171,14 @@ def _make_flagperf_pages(
     """Return one page per case in FlagPerf's layout. Raise RequestError for spec records."""
     if specs:
         raise RequestError(
-            f"--layout {FLAGPERF} is of runs, and these records are of kind spec; leave out"
-            " --layout"
+            f"--layout {FLAGPERF} shows runs, but these are spec records; leave out --layout"
         )
     return report.flagperf_pages(records, options.lang)
 
 
 def check_format(format_: str, lang: str, other_formats: tuple[str, ...] = ()) -> None:
-    """Raise RequestError for an unknown format or language; `others` are formats that are allowed
-    beside those of pages, such as csv.
+    """Raise RequestError for an unknown format or language; `other_formats` are allowed beside
+    those of pages, such as csv.
     """
     if format_ not in (*report.FORMATS, *other_formats):
         raise RequestError(
@@ -193,12 +197,12 @@ def show_page(
     wide: bool,
     as_json: bool,
 ) -> None:
-    """Print a page as wide as the terminal, or write it to the file `to` without a limit of width
-    and print its path.
+    """Print a page on stdout, as wide as the terminal unless `wide`, or write it to the file `to`
+    without a limit of width and print its path on stderr.
 
-    With `as_json`, `table()` is printed as JSON instead of the page, or after writing it a dict
-    with its path. `page` and `table` are called only if needed. Raise RequestError if the file
-    cannot be written.
+    With `as_json`, what `make_json` returns is printed as JSON instead of the page; with `to` too,
+    the page is written and a dict with its path is printed. `make_page` and `make_json` are called
+    only if needed. Raise RequestError if the file cannot be written.
     """
     if to is None and as_json:
         print_json(make_json())
@@ -215,8 +219,8 @@ def show_page(
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a text to the file of --to in one step (whole or not at all). Raise RequestError if it
-    cannot be written.
+    """Write a text as UTF-8 to the file of --to, completely or not at all, replacing an existing
+    one. Raise RequestError if it cannot be written.
     """
     try:
         files.write_file(path, text.encode("utf-8"))

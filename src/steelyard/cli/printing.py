@@ -69,18 +69,18 @@ def escape_controls(text: str) -> str:
 
 
 def print_stdout(text: str) -> None:
-    """Print a text on stdout, escaped, with one line feed at its end. Raise LostError or
-    BrokenPipeError if stdout cannot be written.
+    """Print a text on stdout, escaped (`escape_controls`), with a line feed at its end, and flush.
+    Raise LostError or BrokenPipeError if stdout cannot be written.
     """
     print_verbatim(escape_controls(text))
 
 
 def print_verbatim(text: str) -> None:
     """Print a text on stdout without escaping it, for output whose bytes matter, such as CSV: the
-    caller has escaped it. A line feed is added if it does not end in one.
+    caller has escaped it. A line feed is added if it does not end in one, and stdout is flushed.
 
     Raise BrokenPipeError if nobody reads stdout, LostError if it cannot be written for another
-    reason. Stdout then points to /dev/null.
+    reason. Stdout's descriptor then points to /dev/null.
     """
     try:
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
@@ -89,7 +89,7 @@ def print_verbatim(text: str) -> None:
         # Otherwise the buffered rest would fail again, with a traceback, at the interpreter's exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
-            raise BrokenPipeError("nobody reads stdout") from error
+            raise BrokenPipeError("stdout is closed") from error
         raise LostError(f"stdout cannot be written: {error.strerror}") from error
 
 
@@ -104,8 +104,8 @@ def print_run_result(text: str) -> None:
 
 
 def print_stderr(text: str) -> None:
-    """Print a text on stderr, escaped, with a line feed. A status or `error`/`warning` before the
-    first colon is coloured if the terminal has colours.
+    """Print a text on stderr, escaped, with a line feed. If the text begins with a status, `error`
+    or `warning` and a colon, this word is coloured where the terminal has colours.
     """
     text = escape_controls(text)
     word, colon, rest = text.partition(":")
@@ -115,7 +115,9 @@ def print_stderr(text: str) -> None:
 
 
 def print_run_status(record: "Record | SpecRecord", path: object) -> None:
-    """Print on stderr the status of a record and its path, then one line for each reason."""
+    """Print on stderr the status of a record and `path`, where it was written; then one indented
+    line for each of its reasons.
+    """
     from steelyard import words
 
     print_stderr(f"{record.status}: {path}")
@@ -132,15 +134,17 @@ def print_start_line(activity: str, output: OutputOptions) -> None:
 
 
 def format_page(page: "Page", wide: bool = False) -> str:
-    """Render a report page as text as wide as the terminal, or of any width if `wide`."""
+    """Return a report page as text, as wide as the terminal or, if `wide`, without a limit of
+    width.
+    """
     from steelyard import report
 
     return report.render_text(page, find_width(wide))
 
 
 def print_json(value: Any, print_text: Callable[[str], None] = print_stdout) -> None:
-    """Print a value as indented JSON, by `out`: `print_stdout`, or a function that takes failures
-    otherwise.
+    """Print a value as indented JSON by `print_text`: `print_stdout`, or a function that handles a
+    failing stdout otherwise, such as `print_run_result`.
     """
     print_text(json.dumps(value, indent=2, ensure_ascii=False))
 
@@ -154,8 +158,8 @@ def to_one_line(value: object) -> str:
 
 
 def format_descriptions(pairs: Sequence[tuple[str, str]], margin: str = "") -> list[str]:
-    """Format pairs of name and text as lines: names padded to one width, the text beside them,
-    wrapped to the terminal.
+    """Return lines for pairs of name and text: names padded to one width, the text beside them,
+    wrapped to the terminal's width.
 
     `margin` stands before each name. Words longer than a line, such as hashes, stay whole; lines
     that continue a text that begins with an arrow are indented.
@@ -191,8 +195,8 @@ def format_value(value: Any) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows of cells as lines with columns of equal width. All rows must have the same number
-    of cells.
+    """Return a line for each row of cells, columns padded to equal width and separated by two
+    spaces. Raise ValueError if rows have different numbers of cells.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -220,7 +224,8 @@ class BackgroundStderr(io.TextIOBase):
     """A replacement of sys.stderr that writes to file descriptor `fd` from a daemon thread, so that
     printing never blocks and never fails.
 
-    Text is dropped once BACKLOG pieces wait (a suspended terminal) or after a write has failed.
+    Text is dropped while `MAX_WAITING` pieces wait (a suspended terminal), and after a write has
+    failed. `finish` waits for what is queued.
     """
 
     def __init__(self, fd: int, encoding: str) -> None:
@@ -244,22 +249,24 @@ class BackgroundStderr(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Queue a text for the writer thread, or drop it if too much is waiting or the stream is
-        broken. Return its length.
+        """Queue a text for the thread that writes to stderr, or drop it if too much is waiting or a
+        write has failed. Return its length in any case.
         """
         if not self._broken and self._pieces.qsize() < MAX_WAITING:
             self._pieces.put(text.encode(self._encoding, "backslashreplace"))
         return len(text)
 
     def finish(self, timeout_s: float = FINISH_TIMEOUT_S) -> None:
-        """Wait until everything queued before this call is written, at most `timeout_s` seconds."""
+        """Wait until all text queued for stderr before this call is written, at most `timeout_s`
+        seconds; nothing is raised if it is not.
+        """
         reached = threading.Event()
         self._pieces.put(reached)
         reached.wait(timeout_s)
 
     def _write_queued(self) -> None:
-        """Write queued pieces forever, in the writer thread; drop them after the first failed
-        write. An Event in the queue is set when it is reached.
+        """Write queued pieces to stderr's descriptor forever, in the writer thread; drop them after
+        the first failed write. An Event in the queue is set when it is reached.
         """
         while True:
             piece = self._pieces.get()
@@ -274,8 +281,8 @@ class BackgroundStderr(io.TextIOBase):
 
 
 def find_width(wide: bool = False) -> int | None:
-    """Return the width of lines on stdout, at least 40: from the variable COLUMNS, else that of the
-    terminal, else 80. None, for no limit, if `wide`.
+    """Return the width of lines on stdout in characters: from the variable COLUMNS or else that of
+    the terminal, at least 40, or 80 if stdout is no terminal. None, for no limit, if `wide`.
     """
     if wide:
         return None
@@ -306,12 +313,12 @@ def is_dumb_terminal() -> bool:
 
 @contextmanager
 def protect_streams() -> Iterator[None]:
-    """Make the standard streams safe inside the `with` block, for the whole process.
+    """Return a context manager that makes the standard streams safe, for the whole process.
 
     File descriptors 0 to 2 that are closed are opened on /dev/null, because the next file opened
     would get their number. Characters that stdout's encoding lacks are escaped. sys.stderr is
-    replaced by a `BackgroundStderr`, which is flushed at the end but stays in place; one that
-    somebody else replaced is left alone.
+    replaced by a `BackgroundStderr`, whose text is written out at the end but which stays in place;
+    a stderr that somebody else replaced is left alone.
     """
     for fd in (0, 1, 2):
         try:
@@ -335,8 +342,9 @@ def protect_streams() -> Iterator[None]:
 
 
 def _escape_unencodable(error: UnicodeError) -> tuple[str, int]:
-    """Escape characters that the encoding lacks as JSON does, so that JSON keeps its value. An
-    error handler for codecs; other errors than of encoding are raised again.
+    """Return the characters that an encoding lacks escaped as JSON does, so that JSON keeps its
+    value, and the position to go on at. An error handler for codecs; errors other than of encoding
+    are raised again.
     """
     if not isinstance(error, UnicodeEncodeError):
         raise error

@@ -31,8 +31,8 @@ def find_record_paths(paths_given: list[Path]) -> list[Path]:
         found_paths += _find_below(path) if path.is_dir() else [path]
     if not found_paths:
         raise RequestError(
-            f"no records in {', '.join(str(path) for path in paths_given)}; give records or a folder"
-            " of them"
+            f"no records in {', '.join(str(path) for path in paths_given)}; give records"
+            " or a folder of them"
         )
     return found_paths
 

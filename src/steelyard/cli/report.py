@@ -37,7 +37,7 @@ def report_(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write to this file. With --layout flagperf also a folder: one file a case.",
+            help="Write to this file. With --layout flagperf also a folder: one file per case.",
         ),
     ] = None,
     explain: Annotated[
@@ -48,7 +48,7 @@ def report_(
     ] = False,
     full: Annotated[
         bool,
-        typer.Option("--full", help="Text: every detail and all columns, not one screen a case."),
+        typer.Option("--full", help="Text: every detail and all columns, not one screen per case."),
     ] = False,
     wide: WideOption = False,
     as_json: JsonOption = False,

@@ -36,10 +36,11 @@ from steelyard.run.checked_request import CheckedRequest, check_request
 
 
 def read_request(source: Path) -> tuple[ComparisonSide, Request]:
-    """Read a record, or a folder of its repeats; return it as the base of a comparison, with the
-    request that would run it again.
+    """Read a record, or a folder of its repeats; return it as the base side of a comparison, with
+    the request that would run its first finished record (else its first) again.
 
-    Raise RequestError if a record does not verify or cannot be run again.
+    Raise RequestError if a record does not verify, they are not repeats of one run, or it cannot be
+    run again.
     """
     base = side_comparison.make_side(str(source), read_run_records([source]))
     return base, again.make_request((base.finished or base.records)[0])
@@ -53,13 +54,13 @@ def reproduce_record(
     threshold: float,
     output: OutputOptions,
 ) -> int:
-    """Run `request`, which describes the record `base`, `repeat` times; print the comparison and
-    return the exit code: 0 if all runs are valid and not significantly slower by more than
-    `threshold` (a share), otherwise 1.
+    """Run `request`, which describes the record of side `base`, `repeat` times; print the
+    comparison on stdout and return the exit code: 0 if all runs are valid and not significantly
+    slower by more than `threshold` (a share), otherwise 1.
 
-    The new records are written. Raise RequestError if it cannot be the same run: settings other
-    than engine.KEY, other data, weights or plan. What differs on this host is printed on stderr
-    before.
+    The new records are written to the request's folder. Raise RequestError if it cannot be the same
+    run: settings other than engine.KEY, other data, weights or plan. What differs on this host is
+    printed on stderr before.
     """
     record_found = (base.finished or base.records)[0]
     engine_paths, others = split_engine_settings(settings)
@@ -80,7 +81,8 @@ def reproduce_record(
         new_plan.dp,
     ):
         raise RequestError(
-            f"record {record_found.id} ran as {recorded_plan}; here its tune gives {new_plan}; use the same number of"
+            f"record {record_found.id} ran as {recorded_plan}; here its tune gives {new_plan}; use"
+            " the same number of"
             " devices"
         )
     _check_same_weights(record_found, checked)
@@ -95,9 +97,9 @@ def reproduce_record(
 
 
 def _check_same_weights(base_record: Record, checked: CheckedRequest) -> None:
-    """Raise RequestError if the weights of the request, where they are on this host, are not those
-    of the record. Their headers are read by a subprocess, because the reader imports torch. Nothing
-    is checked without a local folder or without torch.
+    """Raise RequestError if the request's folder of weights on this host cannot be read, or has
+    other headers than the record tells. They are read by a subprocess (`weights inspect`), because
+    the reader imports torch. Nothing is checked without a local folder or without torch.
     """
     folder = checked.request.weights
     if folder is None or not folder.is_dir() or find_spec("torch") is None:
@@ -135,8 +137,9 @@ def _print_comparison(
     output: OutputOptions,
     times: int,
 ) -> int:
-    """Print the comparison of the new records with the base and return the exit code: 0 if there
-    are `times` valid runs and they are not significantly slower.
+    """Print the comparison of the new records with the base on stdout, as text or JSON, and return
+    the exit code: 0 if there are `times` records, all valid, and they are not significantly slower;
+    otherwise 1.
 
     Raise RequestError if a run read other data or weights than the record. `differences` are those
     between the record and this host, for --json.
@@ -150,7 +153,8 @@ def _print_comparison(
     if other_sources:
         ids = ", ".join(new_record.id[:8] for new_record in new_records)
         raise RequestError(
-            f"not the same run: {record_fields.format_differences(other_sources)}; the new run is kept as record {ids}"
+            f"not the same run: {record_fields.format_differences(other_sources)}; the new run is"
+            f" stored as record {ids}"
         )
     comparison = side_comparison.compare_sides(
         base, side_comparison.make_side("reproduced", new_records), [], threshold

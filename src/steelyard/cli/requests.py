@@ -35,11 +35,13 @@ MAX_REPEATS = 10_000
 
 
 def make_requests(options: RunOptions) -> tuple[list[Request], tuple[SweepAxis, ...]]:
-    """Return a request for every run that the options ask for, and the axes of their sweep. Repeats
-    are not multiplied here.
+    """Return a request for every run that the options ask for (cases x points of the sweep x
+    engines, in this order of nesting), and the axes of their sweep. Repeats are not multiplied
+    here.
 
-    Cases and site file are read, and with --model a case is made. Raise RequestError if options
-    cannot be combined, or name something unknown or missing.
+    Cases, site file and the ids of --rows are read, and with --model a case is made; messages about
+    these go to stderr. Raise RequestError if options cannot be combined, or name something unknown
+    or missing. Requests are not checked against engines or devices yet.
     """
     weights = None if options.weights in (None, RANDOM_WEIGHTS) else Path(str(options.weights))
     cases: tuple[str | CaseSource, ...] = tuple(options.cases or ())
@@ -120,20 +122,21 @@ def make_requests(options: RunOptions) -> tuple[list[Request], tuple[SweepAxis, 
 def _make_model_case(
     options: RunOptions, given_weights: Path | None
 ) -> tuple[CaseSource, RunOptions, Path | None]:
-    """Make the case for --model and --task, and print what it assumes on stderr.
+    """Make the case for --model and --task, and print its name and what it assumes on stderr,
+    unless output is silent.
 
-    Return it with options in which engine and tokenizer are filled in from the folder, and the
-    weights to load: the model's folder if --weights is not given and the task loads weights,
-    otherwise `given_weights`. Raise RequestError if one of the two options is missing, a case is
-    named too, or no case can be made.
+    Return it with options in which engine (transformers, for models that only it runs) and
+    tokenizer are filled in, and the weights to load: the model's folder if --weights is not given,
+    the size is not smoke and the task loads weights, otherwise `given_weights`. Raise RequestError
+    if one of the two options is missing, a case is named too, or no case can be made.
     """
     model, task, weights = options.model, options.task, options.weights
     if model is None:
         raise RequestError(f"--task {task}: only with --model DIR; a case has its task")
     if options.cases:
         raise RequestError(
-            f"--model and {options.cases[0]!r}: a model's case is made of its folder; drop one of"
-            " them"
+            f"--model and {options.cases[0]!r}: the case of a model is made from its folder; drop"
+            " one of them"
         )
     if task is None:
         raise RequestError(f"--model needs --task: {', '.join(sorted(new_case.find_templates()))}")
@@ -167,11 +170,11 @@ def _make_model_case(
 def split_engines_and_settings(
     engine: str, settings: list[str]
 ) -> tuple[list[tuple[str, EngineSettings]], list[str]]:
-    """Return the engines that --engine names (all of them for `all`), each with its own settings,
-    and the values of --set that are not about engines.
+    """Return the engines that --engine names (all of them for `all`), each as a pair with its own
+    settings, and the values of --set that are not about engines.
 
-    Raise RequestError for an engine setting that is not allowed. The name of a single engine is not
-    checked.
+    Raise RequestError for an engine setting that is not allowed; for `all`, one that does not name
+    its engine. The name of a single engine is not checked.
     """
     if engine != ALL_ENGINES:
         engine_paths, others = split_engine_settings(settings)
@@ -182,8 +185,9 @@ def split_engines_and_settings(
 
 
 def _list_set_keys(options: RunOptions, settings: list[str]) -> dict[str, str]:
-    """Return the keys that the command line sets, each with the option that sets it, such as
-    `--devices 2`; to refuse a sweep of the same key.
+    """Return the dotted keys that the command line sets, each with the option that sets it, such as
+    `--devices 2`; to refuse a sweep of the same key. `settings` are texts of --set; --nodes 1
+    counts as not given.
     """
     options_by_key = (
         ("devices", "--devices", options.devices),
@@ -209,8 +213,9 @@ def check_repeat(repeat: int) -> int:
 def resolve_cases_at(
     point: SweepPoint, name: str | CaseSource, engine: str, options: RunOptions
 ) -> list[tuple[ResolvedCase, int]]:
-    """Resolve a case at a point of a sweep: return it with its number of devices per host. The name
-    `smoke` gives every case that the engine runs at size smoke, once per device count.
+    """Resolve a case at a point of a sweep: return pairs of the resolved case and its number of
+    devices per host (1 if nothing says another). It is one pair, except for the name `smoke`: every
+    case that the engine runs at size smoke, once per device count.
 
     Raise RequestError, with the point in its message, if the case cannot be resolved.
     """
@@ -234,8 +239,9 @@ def resolve_cases_at(
 
 
 def _resolve_smoke_cases(engine: str, options: RunOptions) -> list[ResolvedCase]:
-    """Return every shipped case that the engine runs at size smoke, once for each division that
-    both have, or for the one in the options. Raise RequestError if the options name another size.
+    """Return every shipped case that the engine runs, resolved at size smoke, once for each
+    division that case and engine both have, or for the one in the options. Raise RequestError if
+    the options name another size, or something that a case does not have.
     """
     if options.size not in (None, SMOKE):
         size = options.size
@@ -262,7 +268,8 @@ def _resolve_smoke_cases(engine: str, options: RunOptions) -> list[ResolvedCase]
 
 def _list_device_counts(case: Case, engine: str, accelerator: str | None) -> list[int]:
     """Return the device counts that the case lists for smoke runs, as far as this host has the
-    devices and the engine can divide the case over them; `[1]` if none is left.
+    devices (of `accelerator`, or of the one that is detected) and the engine can divide the case
+    over them; `[1]` if none is left.
     """
     if max(case.devices) == 1:
         return [1]
@@ -279,9 +286,9 @@ def _list_device_counts(case: Case, engine: str, accelerator: str | None) -> lis
 
 
 def find_site_file(given_file: Path | None, output: OutputOptions) -> Path | None:
-    """Return the site file to use, the named one or the user's own, or None. Print on stderr which
-    one is used without being named, and a warning about one in the working directory that is not
-    used.
+    """Return the site file to use, the named one (unchecked) or the user's own, or None. Print on
+    stderr which one is used without being named (unless output is silent), and a warning about one
+    in the working directory that is not used. Raise RequestError if the user's own may not be used.
     """
     path = sites.find_site_file(given_file)
     if path is not None and given_file is None and not output.silent:

@@ -72,7 +72,10 @@ def reproduce(
     ],
     data: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="The record's data, unless they are made; auto: as got."),
+        typer.Option(
+            metavar="PATH",
+            help="The record's data, unless it is generated; auto: what data get downloaded.",
+        ),
     ] = None,
     weights: Annotated[
         Path | None,

@@ -100,7 +100,7 @@ def get_weights(
 
 @app.command("list", cls=GroupedCommand)
 def list_weights(as_json: JsonOption = False) -> None:
-    """List models that can be got: size, licence, what is here and where.
+    """List models that can be downloaded: size, licence, what is here and where.
 
     Example: steelyard weights list
     """
@@ -151,7 +151,7 @@ def convert(
         typer.Option(
             "--case",
             metavar="CASE",
-            help="Take dimensions that the files do not say from this case's model.",
+            help="Take dimensions that the files do not state from this case's model.",
             autocompletion=complete.shipped_cases,
         ),
     ] = None,
@@ -179,7 +179,7 @@ def convert(
         ) as watch:
             conversion = write(source, target, to, tp, model, watch)
     except KeyboardInterrupt:
-        print_stderr("interrupted; run the same command again to go on")
+        print_stderr("interrupted; run the same command again to continue")
         return 1
     if as_json:
         table = {
@@ -216,8 +216,8 @@ def _check_target(to: str, tp: int) -> None:
 
 
 def _find_llama_model(case_name: str | None) -> "LlamaModel | None":
-    """Return the Llama model of a case, or None if no case is named. Raise RequestError for a case
-    with another model family.
+    """Return the Llama model of a case at full size, or None if no case is named. Raise
+    RequestError for an unknown case or one with another model family.
     """
     from steelyard.case.resolve import resolve_case
     from steelyard.models.shapes import LlamaModel
@@ -232,8 +232,8 @@ def _find_llama_model(case_name: str | None) -> "LlamaModel | None":
 
 
 def _check_can_read(folder: Path) -> None:
-    """Raise RequestError if the folder does not exist or torch is not installed; called before
-    torch is imported, which takes seconds.
+    """Raise RequestError if `folder` is not a folder or torch is not installed; called before torch
+    is imported, which takes seconds.
     """
     if not folder.is_dir():
         raise RequestError(
@@ -246,7 +246,9 @@ def _check_can_read(folder: Path) -> None:
 
 
 def _format_inspection(inspection: "Inspection") -> str:
-    """Format what `weights inspect` prints as aligned lines, with at most MAX_FILES files."""
+    """Return the text that `weights inspect` prints: aligned lines of label and value, with at most
+    MAX_FILES files, then how many more, and the notes.
+    """
     rows: list[tuple[str, str]] = [
         ("layout", inspection.layout),
         (
@@ -272,20 +274,22 @@ def _format_inspection(inspection: "Inspection") -> str:
 
 
 def _format_conversion(conversion: "ConversionResult", target: Path, layout: str) -> str:
-    """Format what `weights convert` prints: its files with sizes, and how many were there from an
-    earlier, interrupted conversion. `layout` names the format written.
+    """Return the text that `weights convert` prints: its files with sizes, and a line with their
+    number, size, and how many were there from an earlier, interrupted conversion. `layout` names
+    the format written.
     """
     lines = format_file_sizes(
         [(str(target / name), size_bytes) for name, size_bytes in conversion.files]
     )
     state = "already complete, " if conversion.reused == len(conversion.files) else ""
     kept = (
-        f", {conversion.reused} of them kept from an earlier conversion"
+        f", {conversion.reused} of them reused from an earlier conversion"
         if conversion.reused and not state
         else ""
     )
     lines.append(
-        f"{layout}: {state}{len(conversion.files)} file(s), {format_size(conversion.size_bytes)}{kept}, in"
+        f"{layout}: {state}{len(conversion.files)} file(s),"
+        f" {format_size(conversion.size_bytes)}{kept}, in"
         f" {to_one_line(target)}"
     )
     return "\n".join(lines)
