@@ -26,7 +26,7 @@ def test_scoring_accepts_every_kernel(kernel: str) -> None:
             "cudnn",
             (),
             (
-                "tune.attention='cudnn' has wrong gradients of rows of several lengths; "
+                "tune.attention='cudnn' has wrong gradients for rows of different lengths; "
                 "allowed: auto, efficient, flash, packed, rows"
             ),
         ),
@@ -78,11 +78,11 @@ def test_kernels_without_a_window_are_refused_or_replaced(kernel: str) -> None:
         choose_windowed_kernel(kernel, 4096, 4097, kernel)
     assert (
         str(caught.value)
-        == f"tune.attention={kernel!r} has no window, and rows of 4097 tokens need the model's of"
-        " 4096; allowed: auto, flash, packed, rows"
+        == f"tune.attention={kernel!r} supports no window, and the model's window of 4096"
+        " tokens is shorter than rows of 4097 tokens; allowed: auto, flash, packed, rows"
     )
     q = torch.randn(3, 1, 2)
-    with pytest.raises(ValueError, match="has no window"):
+    with pytest.raises(ValueError, match="supports no window"):
         attend_packed_rows(
             q, q, q, make_packed_layout([3], None, torch.device("cpu")), kernel, window=2
         )

@@ -37,9 +37,9 @@ def test_degrees_from_text(text, world, degrees):
 @pytest.mark.parametrize(
     "text, world, says",
     [
-        ("TP3", 8, "--parallel 'TP3' takes a multiple of 3 devices and there are 8"),
-        ("TP2DP2", 8, "--parallel 'TP2DP2' takes 4 devices and there are 8"),
-        ("TP2PP4DP1", 1, "takes 8 devices and there are 1"),
+        ("TP3", 8, "--parallel 'TP3' needs a multiple of 3 devices, and there are 8"),
+        ("TP2DP2", 8, "--parallel 'TP2DP2' needs 4 devices, and there are 8"),
+        ("TP2PP4DP1", 1, "needs 8 devices, and there are 1"),
         ("TPDP", 8, "only one degree may lack a number"),
         ("TP0", 8, "numbers are 1 or more"),
     ],
@@ -83,15 +83,15 @@ def test_plans_that_do_not_divide_the_model_are_refused(parallel, devices, says)
         (
             "TP2PP2VP2",
             (
-                "--parallel 'TP2PP2VP2': no engine has virtual pipeline stages: megatron-core's"
-                " losses under them were off by 0.04; allowed: TP, PP and DP"
+                "--parallel 'TP2PP2VP2': no engine has virtual pipeline stages (with them"
+                " megatron-core's losses were wrong by 0.04); allowed: TP, PP and DP"
             ),
         ),
         (
             "TP2SP2",
             (
-                "--parallel 'TP2SP2': no engine has sequence parallelism of its own:"
-                " megatron-core's needs Transformer Engine, and engine torch's comes with TP;"
+                "--parallel 'TP2SP2': no engine has a separate degree for sequence parallelism"
+                " (megatron-core's needs Transformer Engine; engine torch's comes with TP);"
                 " allowed: TP, PP and DP"
             ),
         ),
@@ -129,9 +129,9 @@ def test_weights_must_fit_a_device():
     one_device = plan.make_plan(case, 1, 1)
     gib = 1 << 30
     says = (
-        r"^aquila2-34b-lambada in bf16 takes 66.6 GiB a device by its shapes \(parameters 62.8,"
+        r"^aquila2-34b-lambada in bf16 needs 66.6 GiB per device by its shapes \(parameters 62.8,"
         r" activations 3.06, "
-        r"logits 0.763\) and one has 40.0 GiB; choose "
+        r"logits 0.763\), and a device has 40.0 GiB; choose "
         r"more devices with --parallel TP, .*, or --size smoke$"
     )
     with pytest.raises(RequestError, match=says):
@@ -200,7 +200,7 @@ def test_close_to_the_memory_limit_is_a_warning():
         warning = memory.check_memory(case, one_device, int(size))
         assert (warning is not None) == warned
         assert warning is None or re.search(golden("takes-66-6-gib-device-it"), warning)
-    with pytest.raises(RequestError, match=r"takes 66\.6 GiB"):
+    with pytest.raises(RequestError, match=r"needs 66\.6 GiB"):
         memory.check_memory(case, one_device, int(needed / 1.101))
 
 
@@ -258,7 +258,7 @@ def test_plans_that_train(parallel):
             ["question.train.batch=12", "tune.micro_batch=2"],
             8,
             (
-                "PP4 takes an accumulation of 4 micro-batches or more, and 12 rows over DP2 in"
+                "PP4 needs at least 4 micro-batches a step, and 12 rows over DP2 in"
                 " micro-batches of 2 make 3; lower PP"
             ),
         ),
@@ -363,8 +363,8 @@ def test_the_needed_memory_is_that_of_the_fullest_stage():
 def test_training_must_fit_a_device():
     case = resolve_training("DP1", "tune.micro_batch=2")
     says = (
-        r"takes 126.9 GiB a device by its shapes \(parameters 25.1, .*\) and one has 80.0 GiB;"
-        r" choose .* or PP, --set"
+        r"needs 126.9 GiB per device by its shapes \(parameters 25.1, .*\), and a device has"
+        r" 80.0 GiB; choose .* or PP, --set"
     )
     with pytest.raises(RequestError, match=says):
         memory.check_memory(case, plan.make_plan(case, 1, 1), 80 << 30)

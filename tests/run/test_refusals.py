@@ -234,7 +234,7 @@ def test_weights_larger_than_the_device_are_refused(data_dir, tmp_path):
         "--set",
         "question.model.layers=9000",
     )
-    check_refusal(result, tmp_path, "GiB a device by its shapes", "and one has")
+    check_refusal(result, tmp_path, "GiB per device by its shapes", "and a device has")
 
 
 def test_all_requests_are_checked_before_the_first_is_run(tmp_path):

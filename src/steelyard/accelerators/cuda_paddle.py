@@ -12,6 +12,7 @@ import paddle
 
 from steelyard.accelerators import nvml
 from steelyard.accelerators.events import Clock, StreamEvent
+from steelyard.accelerators.peaks import check_precision_name
 from steelyard.errors import RequestError
 
 _cuda: Any = paddle.device.cuda
@@ -103,9 +104,10 @@ class CudaPaddleDevice:
 
     def set_precision(self, matmul: str) -> None:
         """Switch TF32 in cuBLAS and cuDNN on if `matmul` is `tf32`, and off for all else: Paddle
-        has it on by default. Changes Paddle's global state; refuses no precision, and skips a
-        switch that this Paddle does not have.
+        has it on by default. Changes Paddle's global state, and skips a switch that this Paddle
+        does not have. Raises RequestError for a name that is no precision.
         """
+        check_precision_name(matmul)
         for switch in ("set_cublas_switch", "set_cudnn_switch"):
             if hasattr(paddle.base.core, switch):
                 getattr(paddle.base.core, switch)(matmul == "tf32")

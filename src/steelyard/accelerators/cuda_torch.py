@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from steelyard.accelerators.events import Clock, StreamEvent
+from steelyard.accelerators.peaks import check_precision_name
 from steelyard.errors import RequestError
 
 _cuda: Any = torch.cuda  # partly untyped, depending on the version
@@ -166,12 +167,13 @@ class CudaTorchDevice:
     def set_precision(self, matmul: str) -> None:
         """Allow TF32 in torch's matmuls and cuDNN if `matmul` is `tf32`, and forbid it for all
         else; global in this process. Raises RequestError for fp8 on a GPU without it, and for
-        nothing else.
+        a name that is no precision.
 
         The older pair of flags is set, because they set the newer `fp32_precision` too, so that
         both can be read later. The newer ones leave the older unreadable (torch 2.13 raises), and
         torch's own compiler still reads those.
         """
+        check_precision_name(matmul)
         if matmul == "fp8" and "fp8" in self.lacks:
             raise RequestError(f"{self.lacks['fp8']}; use --precision bf16")
         tf32 = matmul == "tf32"

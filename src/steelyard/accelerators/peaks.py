@@ -7,6 +7,7 @@ from importlib.resources import files
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from steelyard.errors import RequestError
 from steelyard.schema import FrozenModel
 
 PRECISIONS = frozenset({"fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8"})
@@ -16,10 +17,19 @@ GIB = 1 << 30
 MEMORY_TOLERANCE = 0.1
 
 
+def check_precision_name(name: str) -> None:
+    """Raise RequestError if `name` is not in `PRECISIONS`."""
+    if name not in PRECISIONS:
+        allowed = ", ".join(sorted(PRECISIONS))
+        raise RequestError(f"precision {name!r} is not known; allowed: {allowed}")
+
+
 class Peak(FrozenModel):
-    """The dense datasheet peaks of one device: FLOP/s by precision, and memory bandwidth. What has
-    no public figure is missing. `match` are the names that drivers report for it; `memory_gib`
-    tells devices of the same name apart.
+    """The dense datasheet peaks of one device: FLOP/s by precision (`flops_per_s`), and memory
+    bandwidth; a row of peaks.toml or of an accelerator. What has no public figure is missing.
+
+    `match` are the names that drivers report for it; `memory_gib` tells devices of the same name
+    apart; `source` says where the figures are from.
     """
 
     name: str
@@ -33,17 +43,20 @@ class Peak(FrozenModel):
 
     @model_validator(mode="after")
     def _check_precisions(self) -> "Peak":
-        """Raise ValueError for a precision that is not in `PRECISIONS`."""
+        """Return the row of datasheet peaks as it is; raise ValueError if `flops_per_s` has a
+        precision that is not in `PRECISIONS`. Called by pydantic after validation.
+        """
         unknown = self.flops_per_s.keys() - PRECISIONS
         if unknown:
             raise ValueError(
-                f"{self.name}: unknown precisions {sorted(unknown)}; known are {sorted(PRECISIONS)}"
+                f"{self.name}: unknown precisions {sorted(unknown)}; allowed: {sorted(PRECISIONS)}"
             )
         return self
 
     def is_of_device(self, device_name: str, memory_bytes: int | None) -> bool:
-        """Return whether these are the peaks of a device of this name and memory. Memory counts
-        only if the row states it, and must then be within 10 %.
+        """Return whether these are the datasheet peaks of a device of this name and memory: its
+        name is one of `match`, and, only if the row states `memory_gib`, its memory is known and
+        within 10 % of that.
         """
         if device_name not in self.match:
             return False
@@ -56,19 +69,22 @@ class Peak(FrozenModel):
 
 
 class _PeakTable(FrozenModel):
-    """The whole of peaks.toml."""
+    """The whole of peaks.toml: its rows, in `peak`. Validation refuses names that are ambiguous."""
 
     peak: tuple[Peak, ...]
 
     @model_validator(mode="after")
     def _check_names(self) -> "_PeakTable":
-        """Raise ValueError if a device name is in two rows and not both state their memory."""
+        """Return the table as it is; raise ValueError if a device name is in two rows, of which one
+        does not state its memory. Called by pydantic after validation.
+        """
         count = Counter(name for row in self.peak for name in row.match)
         for row in self.peak:
             duplicates = [name for name in row.match if count[name] > 1 and row.memory_gib is None]
             if duplicates:
                 raise ValueError(
-                    f"{row.name}: {duplicates} also in another row, and no memory_gib to tell them apart"
+                    f"{row.name}: {duplicates} also in another row, and no memory_gib to tell them"
+                    " apart"
                 )
         return self
 

@@ -27,10 +27,12 @@ ROW_MULTIPLE = 64  # rows of a layout of fixed size
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where the rows of a packed batch begin and end, as cumulative lengths of queries and of keys.
+    """Where the rows of a packed batch begin and end, as cumulative lengths of queries (`cu_q`) and
+    of keys (`cu_k`), int32 [rows + 1], with the longest of each (`max_q`, `max_k`).
 
     Both differ only where rows share a cached prefix: then a row has more keys than queries, and
-    `gather` says which cached or new key stands at each position.
+    `gather`, int64 [Tk], is the index of each key in the cached prefix's keys followed by this
+    batch's. `visible_ranges` caches in `ranges_by_window`.
     """
 
     cu_q: Tensor  # int32 [rows + 1], on the device
@@ -61,7 +63,9 @@ def make_packed_layout(
     q_lens: list[int], k_lens: list[int] | None, device: torch.device, gather: Tensor | None = None
 ) -> PackedLayout:
     """Return the layout of rows with these lengths, with its tensors on the device. `k_lens` is
-    given only where rows see more keys (a shared prefix) than they have queries.
+    given only where rows see more keys (a shared prefix) than they have queries. `gather` is the
+    index of each key in the cached prefix's keys followed by this batch's; None if no prefix is
+    cached.
     """
     keys = q_lens if k_lens is None else k_lens
     cu_q = make_offsets(q_lens, device)
@@ -85,8 +89,9 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor, PackedLayout, int | None], T
 def _attend_by_rows(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None = None
 ) -> Tensor:
-    """Compute attention row by row through SDPA: for CPUs, and the plain meaning of every other
-    kernel. Copies the row lengths to the host.
+    """Compute causal attention [Tq, H, D] row by row through SDPA: for CPUs, and the plain meaning
+    of every other kernel. Rows without queries are skipped. Copies the row lengths to the host,
+    which waits for the device.
     """
     out = []
     q_ends, k_ends = layout.cu_q.tolist(), layout.cu_k.tolist()
@@ -115,7 +120,8 @@ def _attend_by_rows(
 
 def _make_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Return a boolean mask [queries, keys] that is True where a query sees a key: causal, aligned
-    at the end, and limited to the last `window` keys.
+    at the end (the last query sees the last key), and limited to the last `window` keys, the
+    query's own included, unless that is None.
     """
     diagonal = keys - queries
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal)
@@ -132,7 +138,9 @@ def _needs_gradient(q: Tensor) -> bool:
 def _attend_by_flash(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None = None
 ) -> Tensor:
-    """Compute attention by torch's flash attention (16-bit types)."""
+    """Compute causal attention [Tq, H, D] over packed rows by torch's flash attention (16-bit
+    types), with a window if given.
+    """
     offsets = layout.cu_q, layout.cu_k, layout.max_q, layout.max_k
     window_arguments = (
         {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
@@ -146,9 +154,9 @@ def _attend_by_flash(
 def _attend_by_efficient(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None = None
 ) -> Tensor:
-    """Compute attention by torch's memory-efficient kernel, the only fused one that takes fp32;
-    keys and values are repeated for each query head, because it has no grouped heads. The window is
-    ignored: `_run_kernel` refuses one.
+    """Compute causal attention [Tq, H, D] by torch's memory-efficient kernel, the only fused one
+    that takes fp32; keys and values are repeated for each query head, because it has no grouped
+    heads. The window is ignored: `_run_kernel` refuses one.
     """
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
@@ -163,8 +171,9 @@ def _attend_by_efficient(
 def _attend_by_cudnn(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None = None
 ) -> Tensor:
-    """Compute attention by cuDNN, whose causal mask is aligned at the start of a row: right only
-    for rows without a shared prefix. The window is ignored: `_run_kernel` refuses one.
+    """Compute causal attention [Tq, H, D] by cuDNN, whose causal mask is aligned at the start of a
+    row: right only for rows without a shared prefix. The window is ignored: `_run_kernel` refuses
+    one.
     """
     offsets = layout.cu_q, layout.cu_k, layout.max_q, layout.max_k
     out: Tensor = torch.ops.aten._cudnn_attention_forward(
@@ -213,7 +222,7 @@ def check_attention_kernel(kernel: str, trains: bool, *others: str) -> str:
     if kernel in allowed:
         return kernel
     why = (
-        "has wrong gradients of rows of several lengths"
+        "has wrong gradients for rows of different lengths"
         if kernel in ATTENTION_KERNELS
         else "is not known"
     )
@@ -221,10 +230,12 @@ def check_attention_kernel(kernel: str, trains: bool, *others: str) -> str:
 
 
 def choose_fastest_kernel(device: Any, dtype: str, dim: int, shared: bool = False) -> str:
-    """Return the name of the fastest kernel on an accelerator's device for weights of type `dtype`
-    (`bf16`, ...) and heads of `dim` elements; with `shared`, of those that support shared prefixes.
+    """Return the name of the fastest attention kernel on an accelerator's device (with `attention`
+    and `torch_device`) for weights of type `dtype` (`bf16`, ...) and heads of `dim` elements; with
+    `shared`, of those that support shared prefixes.
 
-    It is the accelerator's own choice, except that `packed` replaces `flash` where it runs.
+    It is the accelerator's own choice, `device.attention(dtype, shared)`, except that `packed`
+    replaces `flash` where it runs. Raises KeyError for types other than fp32, fp16 and bf16.
     """
     kernel: str = device.attention(dtype, shared)
     packed_runs = packed_attention.is_supported(device.torch_device, DTYPES[dtype], dim)
@@ -241,8 +252,8 @@ def choose_windowed_kernel(kernel: str, window: int | None, longest: int, reques
     if requested == "auto":
         return "rows"
     raise RequestError(
-        f"tune.attention={kernel!r} has no window, and rows of {longest} tokens need the model's of"
-        f" {window}; allowed: auto, {', '.join(WINDOW_KERNELS)}"
+        f"tune.attention={kernel!r} supports no window, and the model's window of {window} tokens"
+        f" is shorter than rows of {longest} tokens; allowed: auto, {', '.join(WINDOW_KERNELS)}"
     )
 
 
@@ -262,7 +273,8 @@ def _packed_attention(
     window: int | None,
 ) -> Tensor:
     """Compute `_run_kernel` as a custom op, so that torch.compile does not trace into the kernels;
-    the result is contiguous.
+    the result [Tq, H, D] is contiguous. `cu_q` to `gather` are the fields of a `PackedLayout`,
+    `prefix_k` and `prefix_v` the cached keys and values (both or none).
     """
     prefix = None if prefix_k is None or prefix_v is None else (prefix_k, prefix_v)
     return _run_kernel(
@@ -298,15 +310,16 @@ def attend_packed_rows(
     prefix: PrefixCache | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Return attention of packed rows by the named kernel, [Tq, H, D]. Queries may also come by key
-    group, [Tq, G, H / G, D].
+    """Return attention of packed rows by the named kernel of `ATTENTION_KERNELS` (KeyError if
+    unknown), [Tq, H, D]; q is [Tq, H, D] or by key group, [Tq, G, H / G, D], k and v are [Tk, G,
+    D].
 
-    `prefix` holds the cached keys and values of shared prefixes; it is read only if the layout has
-    `gather`, and ValueError is raised if it is missing then, or if the kernel has no windows and
-    the window is shorter than the longest row. Shared prefixes are copied in front of each row that
-    sees them, so that sums are in the same order as in a row computed whole: both divisions get
-    bit-identical attention from a kernel that treats rows alike. Inside torch.compile without
-    gradients it calls the custom op.
+    `prefix` holds the cached keys and values of shared prefixes, read only if the layout has
+    `gather`; ValueError is raised if it is missing then, or if the kernel has no windows and the
+    window is shorter than the longest row. Prefixes are copied in front of each row that sees them,
+    so that sums are in the order of a row computed whole: both divisions get bit-identical
+    attention from a kernel that treats rows alike. Inside torch.compile without gradients it calls
+    the custom op.
     """
     if layout.gather is not None and prefix is None:
         raise ValueError("a layout with shared prefixes needs their cached keys and values")
@@ -331,10 +344,14 @@ def _run_kernel(
     prefix: PrefixCache | None,
     window: int | None,
 ) -> Tensor:
-    """Put cached prefixes before the rows' keys and values and call the kernel directly, without
-    the custom op, which would hide the operations from a FLOP counter. Raises ValueError if a
-    window is needed and the kernel has none.
+    """Put cached prefixes before the rows' keys and values, as `layout.gather` says, call the
+    kernel and return [Tq, H, D]; no custom op, which would hide the operations from a FLOP counter.
+
+    A window that is not shorter than the longest row is not passed on; raises ValueError if one is
+    needed and the kernel has none.
     """
+    if kernel not in ATTENTION_KERNELS:
+        raise ValueError(f"attention kernel {kernel!r}; allowed: {', '.join(ATTENTION_KERNELS)}")
     if layout.gather is not None and prefix is not None:
         k, v = (
             torch.cat((cached, new)).index_select(0, layout.gather)
@@ -343,5 +360,5 @@ def _run_kernel(
     q = q if q.dim() == 3 or kernel == "packed" else q.flatten(1, 2)
     window = get_effective_window(window, layout.max_k)
     if window is not None and kernel not in WINDOW_KERNELS:
-        raise ValueError(f"kernel {kernel!r} has no window")
+        raise ValueError(f"kernel {kernel!r} supports no window")
     return ATTENTION_KERNELS[kernel](q, k, v, layout, window)

@@ -36,7 +36,9 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 @dataclass(frozen=True)
 class ClozeCapacity:
     """Sizes of a cloze layout that several micro-batches share, so that one recorded graph serves
-    all of them.
+    all of them: at most `logits` span tokens, exactly `contexts` contexts and `spans` spans (empty
+    ones among them), `longest` lengths of a context, of all spans of a context and of a span, and
+    `row`, the longest context with its spans.
     """
 
     logits: int  # span tokens, at most
@@ -50,6 +52,10 @@ class ClozeCapacity:
 class PaddedLayout:
     """The tokens of a cloze micro-batch as one padded row per context, its spans behind it, for
     kernels without packing.
+
+    `gather` is the token at each padded position (0 for padding), `back` the padded position of
+    each token, `mask` [contexts, 1, width, width] is True where a query sees a key, `width` the
+    length of a padded row.
     """
 
     # int64 [contexts · width]: index of the token at each padded position; 0 for padding
@@ -62,8 +68,13 @@ class PaddedLayout:
 
 @dataclass(frozen=True)
 class ClozeLayout:
-    """Where contexts and spans of a packed cloze micro-batch begin and end, with derived layouts
-    for each kernel, computed on first use and cached.
+    """Where contexts and spans of a packed cloze micro-batch begin and end; made by
+    `make_cloze_layout`. Tokens are all contexts end to end, then all spans.
+
+    `lengths` has the lengths of contexts, of spans, and the number of spans of each context;
+    `contexts`, `groups` (all spans of one context) and `spans` are their `RowOffsets`,
+    `context_tokens` is the number of context tokens. `padded`, `interleaved` and `span_positions`
+    are derived for the kernels, computed on first use and cached.
     """
 
     # lengths of contexts, lengths of spans, number of spans of each context
@@ -77,7 +88,9 @@ class ClozeLayout:
 
     @cached_property
     def padded(self) -> PaddedLayout:
-        """The padded layout for kernel `padded`, on the device; cached."""
+        """The padded layout of this cloze layout for kernel `padded`, on the device; cached. With a
+        capacity its rows are at least `capacity.row` long.
+        """
         gather, back, mask = _make_padded_tensors(
             *self.lengths, self.capacity.row if self.capacity else 0
         )
@@ -108,9 +121,9 @@ class ClozeLayout:
         )
 
     def list_kernel_tensors(self, interleaved: bool) -> list[Tensor]:
-        """Return all tensors that kernels read of this layout: those of `InterleavedLayout` if
-        `interleaved`, otherwise those of kernel `padded`. A recorded graph overwrites them for the
-        next micro-batch.
+        """Return all tensors of this cloze layout that kernels read: those of the interleaved order
+        if `interleaved`, otherwise those of kernel `padded`, always in the same order. A recorded
+        graph overwrites them for the next micro-batch.
         """
         if not interleaved:
             return [self.span_positions, self.padded.gather, self.padded.back, self.padded.mask]
@@ -138,8 +151,10 @@ def make_cloze_layout(
     """Return the layout of contexts and spans with these lengths; `groups` is the number of spans
     that see each context, in order.
 
-    With a capacity lengths may be 0. Raises ValueError if the numbers of contexts, groups and spans
-    do not match each other or the capacity, or if a length is 0 without a capacity.
+    With a capacity lengths may be 0, and maximum lengths are the capacity's. Raises ValueError if
+    contexts and groups differ in number, if groups do not add up to the number of spans, if a
+    number is 0 without a capacity (or negative), or if the numbers of contexts and spans are not
+    the capacity's.
     """
     minimum = min(*groups, *contexts, *spans)
     if (
@@ -147,12 +162,11 @@ def make_cloze_layout(
         or sum(groups) != len(spans)
         or minimum < (1 if capacity is None else 0)
     ):
-        raise ValueError(
-            "every context has a length and a number of spans, every span a length, all above 0"
-        )
+        raise ValueError("contexts, groups and spans do not match, or a length is 0")
     if capacity is not None and (len(contexts), len(spans)) != (capacity.contexts, capacity.spans):
         raise ValueError(
-            f"{len(contexts)} contexts and {len(spans)} spans where there is room for {capacity}"
+            f"{len(contexts)} contexts and {len(spans)} spans, but the layout has a capacity of"
+            f" {capacity}"
         )
     ends = torch.tensor(groups).cumsum(0).tolist()
     group_lengths = [sum(spans[end - count : end]) for end, count in zip(ends, groups, strict=True)]
@@ -175,7 +189,9 @@ def _make_padded_tensors(
     contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int], min_width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gather [contexts, width], back [T] and mask [contexts, width, width] of
-    `PaddedLayout`; the width is that of the longest context with its spans, at least `min_width`.
+    `PaddedLayout`, on the host; the width is that of the longest context with its spans, at least
+    `min_width`. Padding sees key 0 only, so that its softmax is no NaN; `groups` is the number of
+    spans of each context.
     """
     parts, first, next_token = [], 0, sum(contexts)
     for length, count in zip(contexts, groups, strict=True):
@@ -213,8 +229,11 @@ def _make_interleaved_layout(
     capacity: ClozeCapacity | None,
     device: torch.device,
 ) -> InterleavedLayout:
-    """Compute the `InterleavedLayout` and send it to the device.
+    """Compute the `InterleavedLayout` of contexts and spans with these lengths and send it to the
+    device; `groups` is the number of spans of each context.
 
+    With a capacity, maximum lengths are the capacity's, context positions are padded to the number
+    of all tokens, span positions to `capacity.logits`, and programs to the most that can be needed.
     By numpy, because torch's threads would wait for one another over so few numbers.
     """
     context_lengths, span_lengths, count = (
@@ -270,7 +289,8 @@ def _make_interleaved_layout(
 
 def _divide_into_programs(first: IntArray, sizes: IntArray, tile: int, fill: bool) -> IntArray:
     """Divide rows into parts of at most `tile` tokens, one for each Triton program: int64 [2,
-    programs] with the first token of each part and the end of its row.
+    programs] with the first token of each part and the end of its row. `first` and `sizes` are each
+    row's first token and number of tokens.
 
     With `fill`, empty parts (both numbers the total of tokens) are added up to the most that as
     many rows of as many tokens can need.
@@ -286,8 +306,12 @@ def _divide_into_programs(first: IntArray, sizes: IntArray, tile: int, fill: boo
 def _attend_by_padding(
     qkv: Tensor, layout: ClozeLayout, dropout: float, merge_parts: "MergeFunction"
 ) -> Tensor:
-    """Compute attention through SDPA with a mask: for CPUs and fp32, and the plain meaning of the
-    other kernels. `merge_parts` is not used.
+    """Compute a cloze's attention [T, H, D] of `qkv` [T, 3, H, D] through SDPA: each context with
+    its spans is padded to one row, with a mask by which contexts see all of their context, and
+    spans their context and their own span up to themselves.
+
+    For CPUs and fp32, and the plain meaning of the other kernels. `dropout` is the probability of
+    attention's dropout; `merge_parts` is not used.
     """
     padded = layout.padded
     gathered = qkv.index_select(0, padded.gather).unflatten(0, (-1, padded.width))  # type: ignore[no-untyped-call]
@@ -325,8 +349,11 @@ def _flash_forward(
     dropout: float,
     causal: bool,
 ) -> PartialAttention:
-    """Call torch's flash attention on packed rows; return output [Tq, H, D], log-sum-exp [H, Tq],
-    and the random state with which the backward call drops the same probabilities.
+    """Call torch's flash attention on packed rows; return output [Tq, H, D], natural log-sum-exp
+    [H, Tq], and the random state with which the backward call drops the same probabilities.
+
+    `q` is [Tq, H, D], `k` and `v` are [Tk, H, D]; `queries` and `keys` say where the rows of each
+    begin.
     """
     offsets = queries.cu_lengths, keys.cu_lengths, queries.max_length, keys.max_length
     out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(
@@ -348,7 +375,10 @@ def _flash_backward(
     dropout: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Call the backward of torch's flash attention; return the gradients of q, k and v."""
+    """Call the backward of torch's flash attention on packed rows; return the gradients of q, k and
+    v. `out`, `lse` and `state` are the output, log-sum-exp and random state of `_flash_forward`, or
+    output and log-sum-exp of a softmax of which these keys are a part.
+    """
     offsets = queries.cu_lengths, keys.cu_lengths, queries.max_length, keys.max_length
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, *offsets, dropout, causal, *state
@@ -362,8 +392,8 @@ FLASH = AttentionCalls(_flash_forward, _flash_backward)
 def merge_softmax_parts(
     first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return output [Tq, H, D] and log-sum-exp [H, Tq] of a softmax over all keys, from those over
-    two disjoint sets of keys.
+    """Return output [Tq, H, D], in the type of `first`, and natural log-sum-exp [H, Tq] of a
+    softmax over all keys, from outputs and log-sum-exps over two disjoint sets of keys.
     """
     lse = torch.logaddexp(first_lse, second_lse)
     first_share, second_share = (
@@ -376,8 +406,9 @@ MergeFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]
 
 
 class MergedClozeAttention(torch.autograd.Function):
-    """A cloze's attention by three calls (contexts on contexts, spans on contexts, spans on
-    themselves) with its own backward pass; kernel `flash`.
+    """An autograd function: a cloze's attention by three calls (contexts on contexts, spans on
+    contexts, spans on themselves) with its own backward pass; kernel `flash`. Tokens are all
+    contexts, then all spans; only qkv gets a gradient.
     """
 
     @staticmethod
@@ -389,8 +420,11 @@ class MergedClozeAttention(torch.autograd.Function):
         calls: AttentionCalls,
         merge_parts: MergeFunction,
     ) -> Tensor:
-        """Return [T, H, D]. The first call gets all queries but only the offsets of contexts, so
-        its output has room for the spans' and nothing is concatenated.
+        """Return a cloze's attention [T, H, D] of qkv [T, 3, H, D], by three calls of
+        `calls.forward`; `merge_parts` joins those of spans on contexts and on themselves.
+
+        The first call gets all queries but only the offsets of contexts, so its output has room for
+        the spans' and nothing is concatenated.
         """
         n = rows.context_tokens
         q, k, v = qkv.unbind(1)
@@ -407,14 +441,16 @@ class MergedClozeAttention(torch.autograd.Function):
         out[n:] = whole
         context.save_for_backward(qkv, out, lse, whole_lse)
         context.states = state, far_state, own_state
-        context.asked = rows, dropout, calls
+        context.arguments = rows, dropout, calls
         return out
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Return the gradient of qkv [T, 3, H, D], and None for the other arguments."""
+        """Return the gradient of qkv [T, 3, H, D] of a cloze's attention, by three calls of
+        `calls.backward`, and None for the other arguments.
+        """
         qkv, out, lse, whole_lse = context.saved_tensors
-        rows, dropout, calls = context.asked
+        rows, dropout, calls = context.arguments
         n = rows.context_tokens
         q, k, v = qkv.unbind(1)
         grad = grads[0].contiguous()
@@ -442,7 +478,9 @@ class MergedClozeAttention(torch.autograd.Function):
 def _attend_by_flash(
     qkv: Tensor, layout: ClozeLayout, dropout: float, merge_parts: MergeFunction
 ) -> Tensor:
-    """Compute attention by three calls of flash attention, merging by `merge_parts`."""
+    """Compute a cloze's attention [T, H, D] of `qkv` [T, 3, H, D] by three calls of torch's flash
+    attention, merging those of spans by `merge_parts`.
+    """
     out: Tensor = MergedClozeAttention.apply(qkv, layout, dropout, FLASH, merge_parts)  # type: ignore[no-untyped-call]
     return out
 
@@ -463,7 +501,13 @@ def attend_cloze(
     dropout: float,
     merge_parts: MergeFunction = merge_softmax_parts,
 ) -> Tensor:
-    """Return a cloze's attention [T, H, D] by the named kernel (KeyError if unknown). `merge_parts`
-    may be a compiled `merge_softmax_parts`; only kernel `flash` uses it.
+    """Return a cloze's attention [T, H, D] of `qkv` [T, 3, H, D] by the named kernel of
+    `CLOZE_KERNELS` (ValueError if unknown); tokens are in the order of `layout`, not interleaved.
+
+    `packed` computes the same as `padded` here: its Triton kernel is called by glm_fused.py only.
+    `dropout` is the probability of attention's dropout. `merge_parts` may be a compiled
+    `merge_softmax_parts`; only kernel `flash` uses it.
     """
+    if kernel not in CLOZE_KERNELS:
+        raise ValueError(f"attention kernel {kernel!r}; allowed: {', '.join(CLOZE_KERNELS)}")
     return CLOZE_KERNELS[kernel](qkv, layout, dropout, merge_parts)

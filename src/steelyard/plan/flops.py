@@ -8,6 +8,7 @@ so that only pairs inside a span are fewer than their square.
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 from steelyard.models import families
 from steelyard.models.auto_shape import AutoModel
@@ -16,6 +17,7 @@ from steelyard.models.shapes import GlmModel, LlamaModel
 
 Counts = Mapping[str, int]
 ModelShape = LlamaModel | GlmModel | AutoModel
+Convention = Literal["causal", "palm", "nominal"]
 
 
 def count_layer_parameters(model: ModelShape) -> int:
@@ -107,10 +109,14 @@ CONVENTIONS = {
 }
 
 
-def count_flops(model: ModelShape, counts: Counts, convention: str, forwards: int) -> int | None:
+def count_flops(
+    model: ModelShape, counts: Counts, convention: Convention, forwards: int
+) -> int | None:
     """Return the FLOPs of `forwards` forwards (3 for a training step) over all work in `counts`, in
-    a convention: causal, palm or nominal; None if the model has no nominal size. Raises KeyError
+    a convention: causal, palm or nominal; None if the model has no nominal size. Raises ValueError
     for another convention.
     """
+    if convention not in CONVENTIONS:
+        raise ValueError(f"convention {convention!r}; allowed: {', '.join(CONVENTIONS)}")
     forward_flops = CONVENTIONS[convention](model, counts)
     return None if forward_flops is None else forwards * forward_flops

@@ -9,7 +9,7 @@ tests compare the table `SAVED` with what torch saves.
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from steelyard.case.case import Case, Tune
 from steelyard.case.precision import Precision
@@ -49,7 +49,9 @@ RecomputeMode = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """Predicted bytes on one device, by what they hold."""
+    """Predicted bytes on one device at its fullest, by what they hold; `total` is their sum. Parts
+    that do not apply, such as gradients in scoring, are 0.
+    """
 
     parameters: int  # in the dtype they are stored in
     # of parameters in the matmuls' dtype, if that is another; in fp8 two of the layers' matrices
@@ -67,8 +69,8 @@ class MemoryParts:
 
 @dataclass(frozen=True)
 class SavedActivation:
-    """Activations that a layer saves for its backward: how many numbers per token, and under which
-    modes of recomputation.
+    """A row of `SAVED`: activations that a Llama layer saves for its backward, how many numbers per
+    token (`numbers`, a function of the model), and under which modes of recomputation.
 
     `fp32` ones are 4 bytes in any precision. `compiler_recomputes`: not saved if the model is
     compiled. `plain_only`: saved by the block of models/llama.py and not by that of
@@ -140,22 +142,34 @@ def count_layer_bytes(
     fused_blocks: bool = False,
     fp8: bool = False,
 ) -> int:
-    """Return the bytes per token that one layer saves for its backward, numbers having `size`
-    bytes. `fused_blocks`: of the block of models/llama_fused.py.
+    """Return the bytes per token that one Llama layer saves for its backward under a mode of
+    recomputation, numbers having `size` bytes, except those that are always fp32. Not divided by
+    tensor parallelism.
+
+    `compiled`: with torch.compile. `fused_blocks`: of the block of models/llama_fused.py instead of
+    models/llama.py. `fp8`: matmuls are in fp8.
     """
 
     def is_dropped(part: SavedActivation) -> bool:
-        """Return whether these activations are not saved by this kind of block."""
+        """Return whether these activations are not saved in this setting: recomputed by the
+        compiler, saved by the other kind of block only, or not saved in fp8.
+        """
         other_block_only = part.plain_only if fused_blocks else part.fused_only
         return (part.compiler_recomputes and compiled) or other_block_only or (part.not_fp8 and fp8)
 
+    if recompute not in get_args(RecomputeMode):
+        raise ValueError(f"recompute {recompute!r}; allowed: {', '.join(get_args(RecomputeMode))}")
     saved = [part for part in SAVED if recompute in part.recompute_modes and not is_dropped(part)]
     return sum(part.numbers(model) * (FP32_BYTES if part.fp32 else size) for part in saved)
 
 
 def count_stage_parameters(model: LlamaModel, plan: Plan, stage: int) -> int:
-    """Return the number of parameters on one device of a pipeline stage, without sharding over
-    replicas. Matrices are divided over a tensor-parallel group, norms are not.
+    """Return the number of parameters on one device of a pipeline stage (from 0), without sharding
+    over replicas: its layers, the embedding on the first stage, the last norm and the output matrix
+    on the last; tied ones count once if both are on one stage.
+
+    Matrices and biases are divided over a tensor-parallel group, norms are not; a divided
+    vocabulary is padded.
     """
     biases = _get_qkv_width(model) if model.qkv_bias else 0
     norms = 2 * model.hidden + (2 * model.dim if model.qk_norm else 0)
@@ -171,8 +185,8 @@ def count_stage_parameters(model: LlamaModel, plan: Plan, stage: int) -> int:
 
 
 def count_stage_matrices(model: LlamaModel, plan: Plan, stage: int) -> int:
-    """Return the number of weights in the layers' matrices on one device of a stage: those that fp8
-    multiplies.
+    """Return the number of weights in the layers' matrices on one device of a pipeline stage: those
+    that are multiplied in fp8; without embedding, output matrix, biases and norms.
     """
     return (
         len(divide_layers(model.layers, plan.pp)[stage])
@@ -190,9 +204,11 @@ def predict_stages(
     fused_blocks: bool = False,
     with_gathered: bool = False,
 ) -> list[MemoryParts]:
-    """Return the predicted memory of a device of each stage in training, first stage first.
-    `with_gathered` adds what is gathered only for a while from shards. Raises ValueError for more
-    stages than layers.
+    """Return the predicted memory of one device of each pipeline stage in training, first stage
+    first.
+
+    `fused_blocks`: layers are those of models/llama_fused.py. `with_gathered` adds what is gathered
+    from shards for a while only. Raises ValueError for more stages than layers, or than 1024.
     """
     if not 1 <= plan.pp <= min(model.layers, MAX_STAGES):
         raise ValueError(f"{plan.pp} stages for {model.layers} layers")
@@ -209,8 +225,10 @@ def predict_stages(
 
 
 def count_unit_parameters(model: LlamaModel, plan: Plan, stage: int) -> list[int]:
-    """Return the number of parameters of each unit of a stage that is gathered on its own: the
-    embedding on the first stage, every layer, the last norm with the output on the last.
+    """Return the number of parameters, on one device, of each unit of a stage that is gathered from
+    shards on its own, in order: the embedding on the first stage, every layer, and on the last
+    stage the last norm with the output matrix (without it if that is the embedding of the same
+    stage).
     """
     layers = len(divide_layers(model.layers, plan.pp)[stage])
     embedding = count_vocab_rows(model.vocab, plan.tp) * model.hidden
@@ -229,9 +247,12 @@ def _add_gathered(
     train: Train,
     stage: int,
 ) -> MemoryParts:
-    """Return the parts with what is whole for a while only: gradients, if sharded, of the two
-    largest neighbouring units, weights likewise with sharding 3, and on the last stage the tokens
-    that a tensor-parallel rank gathers for the logits.
+    """Return a copy of a stage's parts with what is whole for a while only, in bytes: with sharding
+    2 or 3 the gradients of the two neighbouring units that are largest together, with sharding 3
+    their weights too (as copies if matmuls have another dtype), and on the last stage the tokens'
+    hidden states that a tensor-parallel rank gathers for the logits.
+
+    Units add nothing if the sharding degree is 1 and `tune.distributed` is not set.
     """
     degree = plan.dp if tune.sharding_degree is None else tune.sharding_degree
     size = DTYPE_BYTES[precision.matmul]
@@ -265,7 +286,12 @@ def _predict_stage(
     stage: int,
     fused_blocks: bool,
 ) -> MemoryParts:
-    """Return the predicted training memory of a device of one stage, without gathered shards."""
+    """Return the predicted training memory of one device of a pipeline stage, without what is
+    gathered from shards for a while.
+
+    Optimizer states are divided over the shard group from `tune.sharding` 1 on, gradients from 2,
+    weights from 3, and fp32 weights beside a 16-bit copy from 1. Logits are on the last stage only.
+    """
     parameters = count_stage_parameters(model, plan, stage)
     degree = plan.dp if tune.sharding_degree is None else tune.sharding_degree
     stored_size, size = DTYPE_BYTES[precision.weights], DTYPE_BYTES[precision.matmul]
@@ -275,8 +301,8 @@ def _predict_stage(
     fp8 = precision.matmul == "fp8"
 
     def count_bytes(bytes_each: int, divided_from: int) -> int:
-        """Return the bytes of all parameters at `bytes_each` bytes, divided over the shard group
-        from `tune.sharding` = `divided_from` on.
+        """Return the bytes of all parameters of the stage at `bytes_each` bytes; of one shard of
+        them, rounded up, if `tune.sharding` is at least `divided_from`.
         """
         return bytes_each * (
             -(-parameters // degree) if tune.sharding >= divided_from else parameters
@@ -302,9 +328,12 @@ def _predict_stage(
 def _count_fp8_copies(
     model: LlamaModel, mixed: bool, tune: Tune, plan: Plan, degree: int, stage: int
 ) -> int:
-    """Return the bytes that fp8 adds to the copies: two fp8 copies of the layers' matrices, none
-    with sharding 3. If fp32 weights are whole, fp8 copies are made from them, and the 16-bit copies
-    that are not needed are subtracted.
+    """Return the bytes that fp8 adds to the copies on a device of a stage: two fp8 copies of the
+    layers' matrices; 0 with sharding 3.
+
+    If stored weights have another dtype (`mixed`) and are whole on the device (no sharding, or
+    `degree` 1), fp8 copies are made from them, and the 16-bit copies that are not needed are
+    subtracted, which leaves 0.
     """
     if tune.sharding == 3:
         return 0
@@ -323,9 +352,9 @@ def _count_activation_bytes(
     fused_blocks: bool,
     fp8: bool,
 ) -> int:
-    """Return the activation bytes per token of a micro-batch, before tensor parallelism divides
-    them: of all micro-batches that are in flight at once in 1F1B, and of the one layer that is
-    being recomputed.
+    """Return the activation bytes per token of a micro-batch on a stage, before tensor parallelism
+    divides them: what its layers save, times the micro-batches in flight at once in 1F1B (at most
+    `plan.pp - stage`), plus what one layer has more while it is recomputed.
     """
     batches = -(-train.batch // (plan.dp * tune.micro_batch))
     saved = count_layer_bytes(model, size, tune.recompute, tune.compile, fused_blocks, fp8)
@@ -337,8 +366,9 @@ def _count_activation_bytes(
 
 
 def _count_logit_bytes(model: LlamaModel, size: int, plan: Plan, compiled: bool) -> int:
-    """Return the bytes per token at the logits: the last norm's input and output, the logits, and
-    beside them their gradients if compiled, else an fp32 copy and its softmax.
+    """Return the bytes per token at the logits on one device of the last stage: the last norm's
+    input and output, the logits of its part of the vocabulary, and beside them their gradients if
+    compiled, else an fp32 copy and its softmax.
     """
     beside = size if compiled else 2 * FP32_BYTES
     return 2 * model.hidden * size // plan.tp + count_vocab_rows(model.vocab, plan.tp) * (
@@ -347,8 +377,12 @@ def _count_logit_bytes(model: LlamaModel, size: int, plan: Plan, compiled: bool)
 
 
 def predict_minimum(case: Case, plan: Plan) -> MemoryParts:
-    """Return what the fullest device holds at least: the memory that a run certainly needs. A case
-    whose prediction does not fit can be refused.
+    """Return what the fullest device holds at least, by parts: the memory that a run certainly
+    needs. A case whose prediction does not fit can be refused (`check_memory`).
+
+    Llama in training: the fullest stage, with the fused block, which saves less. Llama and models
+    of which only FLOPs are known in scoring: weights, activations, logits. All else (GLM): no
+    activations.
     """
     question = case.question
     if isinstance(question.model, LlamaModel) and question.train is not None:
@@ -371,8 +405,9 @@ def predict_minimum(case: Case, plan: Plan) -> MemoryParts:
 
 
 def _predict_auto_scoring(model: AutoModel, precision: Precision, tune: Tune) -> MemoryParts:
-    """Return the predicted memory of scoring a model of which only FLOPs are known: activations as
-    if all results of a layer were as wide as its input.
+    """Return the predicted memory of scoring a model of which only FLOPs are known, on one device:
+    weights, activations of one layer for a batch, as if all its results were as wide as its input,
+    and logits of 4096 tokens.
     """
     size = DTYPE_BYTES[precision.weights]
     layer = 2 * model.hidden + model.token_flops // (2 * model.layers * model.hidden)
@@ -383,9 +418,10 @@ def _predict_auto_scoring(model: AutoModel, precision: Precision, tune: Tune) ->
 def _predict_scoring(
     model: LlamaModel, precision: Precision, tune: Tune, plan: Plan
 ) -> MemoryParts:
-    """Return the predicted memory of scoring: weights, one layer's activations of a batch, and the
-    logits of a chunk of tokens. In fp8 it is the larger of loading (16-bit weights) and of the
-    passes.
+    """Return the predicted memory of scoring on one device of a tensor-parallel group: weights, one
+    layer's activations of a batch (`tune.batch_tokens`), and the logits of 4096 tokens. In fp8 it
+    is the larger of loading (16-bit weights alone) and of the passes (one byte less for each weight
+    of the layers' matrices).
     """
     size = DTYPE_BYTES[precision.weights]
     layer = (
@@ -406,8 +442,12 @@ def _predict_scoring(
 
 def estimate_bytes(case: Case, plan: Plan, fused_blocks: bool) -> int:
     """Return the bytes that the fullest device is expected to hold, for choosing a size: where
-    shapes do not determine it, rather too much than too little. `fused_blocks`: the engine runs the
-    blocks of models/llama_fused.py.
+    shapes do not determine it, rather too much than too little.
+
+    In scoring the allocator is expected to reserve 2.6 times all but the parameters (for Llama in
+    division open, shared prefixes included); a GLM in training gets the activations of a cloze
+    batch. `fused_blocks`: in training, the engine runs the blocks of models/llama_fused.py, and
+    gathered shards count.
     """
     question = case.question
     if isinstance(question.model, LlamaModel) and question.train is not None:
@@ -437,17 +477,21 @@ def estimate_bytes(case: Case, plan: Plan, fused_blocks: bool) -> int:
 
 
 def _count_prefix_bytes(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan) -> int:
-    """Return the bytes that division open adds in scoring: a cached prefix for every layer, and
-    keys and values of one layer laid out for each question that attends to it.
+    """Return the bytes that division open adds in scoring on a device of a tensor-parallel group: a
+    cached prefix of the model's longest length for every layer, and keys and values of one layer
+    laid out for each question that attends to it (12 for each token of a batch).
     """
     pair = 2 * model.kv_heads * model.dim * DTYPE_BYTES[precision.weights] // plan.tp
     return pair * (model.layers * model.positions + KEYS_PER_TOKEN * tune.batch_tokens)
 
 
 def _count_cloze_bytes(case: Case) -> int:
-    """Return the activation bytes of a micro-batch of cloze samples; 0 if the case is no training
-    of a GLM. A row of ReCoRD has about 210 tokens; an example has ten rows in division closed and
-    one in open, which is estimated as half and all of the longest length.
+    """Return the estimated activation bytes of a micro-batch of cloze samples, 1.4 times what the
+    layers save; 0 if the case is no training of a GLM.
+
+    A row of ReCoRD has about 210 tokens; an example has ten rows in division closed and one in
+    open, which is estimated as half of the longest length for each candidate, and as one longest
+    length. Recomputation `selective` counts as `full`.
     """
     train, model, size = (
         case.question.train,
@@ -468,8 +512,10 @@ def _count_cloze_bytes(case: Case) -> int:
 
 
 def _predict_fixed(case: Case, plan: Plan) -> MemoryParts:
-    """Return the memory of parameters, copies, gradients and optimizer states, for a model whose
-    activations are not predicted.
+    """Return the memory of parameters, their copy in the matmuls' dtype if that is another,
+    gradients and optimizer states, for a model whose activations are not predicted (GLM). Only
+    states are divided over shards. A precision without gradients or states (scoring) gives
+    parameters alone.
     """
     precision, shards = case.question.precision, get_shard_degree(case, plan.dp)
     parameters = flops.count_model_parameters(case.question.model)
@@ -491,22 +537,23 @@ def _predict_fixed(case: Case, plan: Plan) -> MemoryParts:
 
 
 def format_parts(parts: MemoryParts) -> str:
-    """Return the parts that are not zero as text, in GiB."""
+    """Return the parts that are not zero as text, in GiB: "parameters 12.6, activations 3.1"."""
     return ", ".join(f"{name} {size / GIB:.3g}" for name, size in asdict(parts).items() if size)
 
 
 def check_memory(case: Case, plan: Plan, memory_bytes: int | None) -> str | None:
-    """Raise RequestError if the case certainly does not fit into `memory_bytes` of a device (more
-    than 1.1 times that); return a warning if it is close (above 95 %), else None. Unknown memory
-    (None) is never refused.
+    """Raise RequestError if the least memory that a case needs (`predict_minimum`) is more than 1.1
+    times `memory_bytes` of a device; return a warning text, with settings that need less, if it is
+    above 95 %, else None. Unknown memory (None) is never refused.
     """
     parts = predict_minimum(case, plan)
     if memory_bytes is None or parts.total <= WARNED_SHARE * memory_bytes:
         return None
     advice = _format_advice(case)
     message = (
-        f"{case.name} in {case.question.precision.name} takes {parts.total / GIB:.1f} GiB a device"
-        f" by its shapes ({format_parts(parts)}) and one has {memory_bytes / GIB:.1f} GiB"
+        f"{case.name} in {case.question.precision.name} needs {parts.total / GIB:.1f} GiB per"
+        f" device by its shapes ({format_parts(parts)}), and a device has {memory_bytes / GIB:.1f}"
+        " GiB"
     )
     if parts.total > REFUSED_FACTOR * memory_bytes:
         raise RequestError(f"{message}; choose {advice}, or --size smoke")
@@ -514,7 +561,9 @@ def check_memory(case: Case, plan: Plan, memory_bytes: int | None) -> str | None
 
 
 def _format_advice(case: Case) -> str:
-    """Return, as text, settings that need less memory, without those already set."""
+    """Return, as text joined by commas, command-line settings that need less memory, without those
+    already set; others for training than for scoring.
+    """
     wide = DTYPE_BYTES[case.question.precision.weights] > DTYPE_BYTES["bf16"]
     steps: tuple[tuple[str, bool], ...]
     if case.question.kind_row.trains:

@@ -5,10 +5,11 @@ data's lengths how many tokens a micro-batch has.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from steelyard.models.shapes import GlmModel
 
+ClozeKernel = Literal["flash", "packed", "padded"]  # of models/cloze_attention.py
 FP32_BYTES = 4  # bytes of what is fp32 in any precision
 
 
@@ -22,7 +23,7 @@ class SavedGlmActivation:
     name: str
     numbers: Callable[[GlmModel], int]
     fp32: bool = False
-    only_kernel: str | None = None
+    only_kernel: ClozeKernel | None = None
 
 
 SAVED = (
@@ -43,11 +44,13 @@ SAVED = (
 )
 
 
-def count_glm_layer_bytes(model: GlmModel, size: int, attention: str) -> int:
+def count_glm_layer_bytes(model: GlmModel, size: int, attention: ClozeKernel) -> int:
     """Return the bytes per token that one GLM layer saves for its backward with an attention kernel
     (`attention`, such as "flash"), numbers having `size` bytes, except those that are always fp32
     (means, scales, log-sum-exp).
     """
+    if attention not in get_args(ClozeKernel):
+        raise ValueError(f"attention {attention!r}; allowed: {', '.join(get_args(ClozeKernel))}")
     saved = [part for part in SAVED if part.only_kernel in (None, attention)]
     return sum(part.numbers(model) * (FP32_BYTES if part.fp32 else size) for part in saved)
 
@@ -56,7 +59,7 @@ def count_glm_bytes(
     model: GlmModel,
     size: int,
     recompute: Literal["none", "full"] = "none",
-    attention: str = "flash",
+    attention: ClozeKernel = "flash",
 ) -> int:
     """Return the bytes per token of a micro-batch that all layers of a GLM save for the backward,
     numbers having `size` bytes; with recomputation `full` two hidden states for each layer, and all

@@ -6,7 +6,7 @@ never averaged, because each replica's part of the loss is already divided by th
 Used by engine transformers.
 """
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,13 @@ from torch.distributed.tensor import DTensor
 from steelyard.training.adamw import MixedPrecisionAdamW, compute_total_norm
 from steelyard.training.placement import SingleDevicePlacement, TrainableModel, WeighLoss
 
+FsdpLevel = Literal[1, 2, 3]  # ZeRO levels
+
 
 def shard_modules(
     modules: list[nn.Module],
     mesh: DeviceMesh,
-    sharding: int,
+    sharding: FsdpLevel,
     matmul_dtype: torch.dtype,
     stored_dtype: torch.dtype,
 ) -> None:
@@ -44,7 +46,7 @@ def shard_modules(
             module.set_force_sum_reduction_for_comms(True)  # gloo can only sum
 
 
-def set_gradient_sync(module: nn.Module, sharding: int, last: bool) -> None:
+def set_gradient_sync(module: nn.Module, sharding: FsdpLevel, last: bool) -> None:
     """Set what an FSDP module does after the coming backward pass: with `sharding` 1 gradients are
     reduced after the `last` micro-batch of a step only, with more after every one; weights are
     released after the last one, with 3 after every one. Does nothing for a module without FSDP.
@@ -63,11 +65,13 @@ class FsdpPlacement(SingleDevicePlacement):
     """
 
     def __init__(
-        self, group: Any, sharding: int, matmul_dtype: torch.dtype, device: torch.device
+        self, group: Any, sharding: FsdpLevel, matmul_dtype: torch.dtype, device: torch.device
     ) -> None:
         """Store the settings: `group` is the process group of the replicas, `sharding` 1, 2 or 3 as
         in ZeRO, `matmul_dtype` the dtype of the matmuls.
         """
+        if sharding not in get_args(FsdpLevel):
+            raise ValueError(f"sharding {sharding}; allowed: 1, 2, 3")
         self.group, self.sharding, self.device = group, sharding, device
         self.loss_dtype = torch.promote_types(matmul_dtype, torch.float32)
 

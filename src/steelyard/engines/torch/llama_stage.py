@@ -7,7 +7,7 @@ exists. train.py makes a `LlamaStage` and gives it to the trainer.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,12 @@ from steelyard.engines.torch.sequence_parallel import (
     apply_function,
 )
 from steelyard.engines.torch.sharded_weights import load_shards
-from steelyard.engines.torch.shards import ExchangeUnit, ReplicaExchange, ShardedParameter
+from steelyard.engines.torch.shards import (
+    ExchangeUnit,
+    ReplicaExchange,
+    ShardedParameter,
+    ShardingLevel,
+)
 from steelyard.models import llama_fp8, llama_placements
 from steelyard.models.llama import BlockOutput, LlamaBlock, LlamaShape, compute_rotary_cos_sin
 from steelyard.models.llama_fused import (
@@ -44,6 +49,7 @@ from steelyard.models.llama_fused import (
 from steelyard.models.llama_placements import Shard
 from steelyard.models.tensors import DTYPES, get_compute_dtype
 from steelyard.plan.degrees import divide_layers
+from steelyard.plan.memory import RecomputeMode
 from steelyard.training.checkpoint_storage import make_partial_tensor
 from steelyard.training.micro_batches import MicroBatch
 from steelyard.training.placement import TrainableModel
@@ -59,13 +65,18 @@ SAVED_OPS = {
 }
 
 
-def recompute_block(block: Callable[..., BlockOutput], mode: str) -> Callable[..., BlockOutput]:
+def recompute_block(
+    block: Callable[..., BlockOutput], mode: RecomputeMode
+) -> Callable[..., BlockOutput]:
     """Return a function that computes the same as `block` and recomputes its activations in the
     backward pass.
 
-    `mode` is `tune.recompute`: `none` returns the block itself; `full` saves only its inputs; any
-    other value means selective, which also saves results of matmuls and attention (`SAVED_OPS`).
+    `mode` is `tune.recompute`: `none` returns the block itself; `full` saves only its inputs;
+    `selective` also saves results of matmuls and attention (`SAVED_OPS`). Raises ValueError for
+    another mode.
     """
+    if mode not in get_args(RecomputeMode):
+        raise ValueError(f"recompute {mode!r}; allowed: {', '.join(get_args(RecomputeMode))}")
     if mode == "none":
         return block
 
@@ -146,7 +157,7 @@ class LlamaStage(TrainableModel):
     `forward` runs the stage; `kernel` is the name of the attention kernel.
     """
 
-    def __init__(self, job: Job, kernel: str, groups: PlanGroups, sharding: int) -> None:
+    def __init__(self, job: Job, kernel: str, groups: PlanGroups, sharding: ShardingLevel) -> None:
         """Store the settings of this rank's stage: attention `kernel`, process groups, level of
         `sharding`, dtypes and shape from the case. Nothing is allocated before `build`.
         """

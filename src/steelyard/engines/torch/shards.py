@@ -19,13 +19,15 @@ weights before they are read, while another unit computes.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from steelyard.engines.torch.collectives import PendingCollective, PlanGroups
 from steelyard.models.llama_placements import Shard
+
+ShardingLevel = Literal[0, 1, 2, 3]  # ZeRO levels; 0: nothing is sharded
 
 
 class ShardedParameter:
@@ -48,7 +50,7 @@ class ShardedParameter:
         name: str,
         values: Tensor,
         compute: torch.dtype,
-        sharding: int,
+        sharding: ShardingLevel,
         shard: Shard,
         shared: bool,
     ) -> None:
@@ -57,6 +59,8 @@ class ShardedParameter:
         rank's. `values` is not kept unless it is used as it is. Gradients come with
         `make_gradients`.
         """
+        if sharding not in get_args(ShardingLevel):
+            raise ValueError(f"sharding {sharding}; allowed: 0, 1, 2, 3")
         self.name, self.size, self.sharding, self.shared = name, values.shape, sharding, shared
         rows = len(values)
         self.chunk = -(-rows // shard.count)

@@ -18,6 +18,7 @@ from steelyard.engines.torch import collectives
 from steelyard.engines.torch.collectives import PlanGroup, PlanGroups
 from steelyard.engines.torch.llama_stage import LlamaStage
 from steelyard.engines.torch.pipeline import Pipeline
+from steelyard.engines.torch.shards import ShardingLevel
 from steelyard.kernels import jit
 from steelyard.models.attention import (
     check_attention_kernel,
@@ -187,7 +188,7 @@ def make_llama_trainer(job: Job) -> Trainer:
     device: torch.device = job.device.torch_device
     tune, degree = job.case.tune, get_shard_degree(job.case, job.plan.dp)
     forced = tune.distributed and job.world == 1
-    sharding = tune.sharding if degree > 1 or forced else 0
+    sharding: ShardingLevel = tune.sharding if degree > 1 or forced else 0
     groups = collectives.create_plan_groups(
         device, job.device.backend, job.plan, degree, sharding, forced
     )
