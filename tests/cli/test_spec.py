@@ -86,7 +86,7 @@ def test_interrupt_leaves_a_record_and_no_processes(shell: Shell):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--accelerator", "tpu"), "accelerator 'tpu' is not known; known: cuda, cpu"),
+        (("--accelerator", "tpu"), "accelerator 'tpu' is not known; allowed: cuda, cpu"),
         (("--accelerator", "cpu", "--devices", "0"), "--devices 0: must be 1 to 1000000"),
     ],
 )

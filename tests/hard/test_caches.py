@@ -108,7 +108,7 @@ def test_cache_that_others_can_write_is_refused(cache: Path, mode: int) -> None:
     (cache / "inductor").mkdir(parents=True)
     cache.chmod(0o700)
     (cache / "inductor").chmod(mode)
-    with pytest.raises(RequestError, match="others can write"):
+    with pytest.raises(RequestError, match="can be written by other users"):
         environment.make_cache_folders(os.environ)
 
 
@@ -120,8 +120,8 @@ def test_hello_reports_why_a_cache_is_refused(cache: Path, attacks: Attacks) -> 
     hello = Host(make_open_message()).make_hello()
     assert (
         hello.problem
-        == f"the cache {str(cache)!r} is one that others can write: other users could change what"
-        " is in it; remove it, or name a folder of yours in XDG_CACHE_HOME"
+        == f"the cache {str(cache)!r} can be written by other users: other users could change what"
+        " is in it; remove it, or set XDG_CACHE_HOME to a folder of yours"
     )
     assert hello.devices == []
     attacks.add(

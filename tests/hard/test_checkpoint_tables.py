@@ -38,7 +38,7 @@ def test_changed_checkpoint_state_is_refused(old: str, new: str, tmp_path: Path)
     assert old in text
     path.write_text(text.replace(old, new))
     with pytest.raises(
-        RequestError, match=r"state\.json: damaged: its checksum is not that of what it holds"
+        RequestError, match=r"state\.json: damaged: its checksum does not match its content"
     ):
         checkpoint_folders.read_checkpoint_json(path, CheckpointState)
 

@@ -70,13 +70,13 @@ def test_only_launcher_variables_are_scrubbed() -> None:
         (-9, "", ("killed", "rank 1 was ended by SIGKILL")),
         (-9, "No space left on device", ("killed", "rank 1 was ended by SIGKILL")),
         (-11, "", ("killed", "rank 1 was ended by SIGSEGV")),
-        (1, "", ("killed", "rank 1 left no result; exit code 1")),
+        (1, "", ("killed", "rank 1 wrote no result; exit code 1")),
         (
             1,
             f"OSError: [Errno 28] {os.strerror(errno.ENOSPC)}: 'x'",
             (
                 "disk_full",
-                "rank 1 left no result; exit code 1, and its stderr says: No space left on device",
+                "rank 1 wrote no result; exit code 1, and its stderr says: No space left on device",
             ),
         ),
     ],
@@ -94,7 +94,7 @@ def test_failure_of_a_rank_without_a_result(
 def test_oom_kills_of_the_cgroup_are_reported(starved: int | None, more: str) -> None:
     exits = {0: WorkerEnded(token="t", rank=0, code=-9, time_s=1.0, oom_kills=starved)}
     suffix = (
-        f"; meanwhile the kernel ended {more} of its control group for lack of memory"
+        f"; meanwhile the kernel killed {more} of its control group because memory ran out"
         if more
         else ""
     )

@@ -162,7 +162,9 @@ def test_file_of_another_rank_is_reported(ended: FinishedRun) -> None:
 def test_truncated_rank_file_message_is_reported(ended: FinishedRun) -> None:
     message = messages.make_rank_file_message(ended.run.session.token, 1, ended.texts[1])
     ended.run.session._store_rank_file(message.model_copy(update={"text": message.text[:-1]}))
-    assert ended.run.session.results.unreadable == {1: "it did not arrive as it was sent"}
+    assert ended.run.session.results.unreadable == {
+        1: "its checksum differs from the one sent with it"
+    }
 
 
 def test_contradictory_rank_files_are_malformed(ended: FinishedRun) -> None:

@@ -104,7 +104,7 @@ REFUSED_SITES: dict[str, tuple[dict[str, Any], tuple[str, ...], str, str]] = {
             "host nowhere: the agent did not start (exit code 255): ssh: Could not resolve hostname"
             " nowhere: "
         ),
-        "; the name leads nowhere; see hosts in the site file",
+        "; the name cannot be resolved; see hosts in the site file",
     ),
     "no such Python": (
         {"more": make_node2_table(python="/no/such/python")},
@@ -123,7 +123,7 @@ REFUSED_SITES: dict[str, tuple[dict[str, Any], tuple[str, ...], str, str]] = {
         (),
         "host node2: the agent did not start (exit code 1): ModuleNotFoundError: No module named ",
         (
-            f"; that Python has not all that steelyard needs; install it there: {SYSTEM_PYTHON}"
+            f"; that Python lacks a package that steelyard needs; install it there: {SYSTEM_PYTHON}"
             f" {INSTALL}"
         ),
     ),
@@ -230,7 +230,7 @@ def test_a_host_with_another_numpy_is_refused(runs: LoginShell, tmp_path: Path) 
     runs.write_site(make_node2_path_table(info.parent, SRC))
     line = runs.run_refused(*SCORE)
     assert line.startswith(golden("host-node-2-has-numpy-9"))
-    assert line.endswith("; hosts of a run must have the same")
+    assert line.endswith("; install the same version on all hosts of a run")
 
 
 def test_data_missing_on_one_host_is_refused(

@@ -195,7 +195,7 @@ def test_rows_after_the_total_time_limit_are_not_tried():
     calls = device.calls
     assert (
         holder_of_rows.run_row(make_row(lambda budget: PreparedCeiling(device.work, 64.0))).reason
-        == "not tried: 1000 s were over"
+        == "not run: the total time of 1000 s was over"
     )
     assert device.calls == calls
 
@@ -228,7 +228,7 @@ def test_row_that_is_wrong_on_another_rank_is_wrong():
     bench = make_holder(device, max_over_ranks=lambda vote: max(vote, next(others))).run_row(
         make_row(lambda budget: workload, all_ranks=True)
     )
-    assert (bench.reason, bench.stretches) == ("its result is wrong on another rank", [])
+    assert (bench.reason, bench.stretches) == ("the result is wrong on another rank", [])
 
 
 def test_row_that_another_rank_cannot_run_is_not_called():
@@ -237,7 +237,7 @@ def test_row_that_another_rank_cannot_run_is_not_called():
     bench = make_holder(device, max_over_ranks=lambda vote: max(vote, next(others))).run_row(
         make_row(lambda budget: PreparedCeiling(device.work, 1.0), all_ranks=True)
     )
-    assert (bench.reason, device.calls) == ("it cannot be had on another rank", 0)
+    assert (bench.reason, device.calls) == ("not available on another rank", 0)
 
 
 def test_default_limits():

@@ -69,12 +69,12 @@ ALL_DONE = [make_rank_file(0, "done", 1.0), make_rank_file(1, "done", 2.0)]
         (
             [make_rank_file(0, "done", 1.0)],
             make_exits((1, 1, 3.0)),
-            ("killed", "rank 1 left no result; exit code 1", 1),
+            ("killed", "rank 1 wrote no result; exit code 1", 1),
         ),
         (
             [make_rank_file(0, "done", 1.0)],
             make_exits((0, 0, 3.0), (1, 0, 3.0)),
-            ("killed", "rank 1 left no result; exit code 0", 1),
+            ("killed", "rank 1 wrote no result; exit code 0", 1),
         ),
         (
             ALL_DONE,
@@ -84,7 +84,7 @@ ALL_DONE = [make_rank_file(0, "done", 1.0), make_rank_file(1, "done", 2.0)]
         (
             [],
             make_exits((0, -40, 2.0), (1, 1, 1.0)),
-            ("killed", "rank 1 left no result; exit code 1", 1),
+            ("killed", "rank 1 wrote no result; exit code 1", 1),
         ),
         # A rank that lost its peer is not the cause; the rank that ended without a result is.
         (
@@ -110,7 +110,7 @@ ALL_DONE = [make_rank_file(0, "done", 1.0), make_rank_file(1, "done", 2.0)]
         (
             [make_rank_file(0, "raised", 1.0, GLOO), make_rank_file(1, "running", 0.5)],
             make_exits((0, 1, 1.0), (1, 0, 0.9)),
-            ("killed", "rank 1 left no result; exit code 0", 1),
+            ("killed", "rank 1 wrote no result; exit code 0", 1),
         ),
         # Where no other rank has ended, the lost connection is the only known error.
         (
@@ -137,14 +137,15 @@ ALL_DONE = [make_rank_file(0, "done", 1.0), make_rank_file(1, "done", 2.0)]
         (
             [make_rank_file(0, "running", 1.0)],
             make_exits((1, None, 4.0)),
-            ("stopped", "rank 1 was stopped by a signal, and nothing let it go on", 1),
+            ("stopped", "rank 1 was suspended by a signal and not resumed", 1),
         ),
         (
             [],
             make_exits((0, DISK_FULL, 4.0)),
             (
                 "disk_full",
-                "rank 0 could write no result: no space is left on its disk; TMPDIR names another",
+                "rank 0 could not write its result: the disk is full; set TMPDIR to a folder on"
+                " another disk",
                 0,
             ),
         ),
@@ -213,7 +214,7 @@ def test_worker_of_a_program_stands_for_all_its_ranks():
             "  File x\nMemoryError\n",
             (
                 "out_of_memory",
-                "rank 0 left no result; exit code 1, and its stderr says: MemoryError",
+                "rank 0 wrote no result; exit code 1, and its stderr says: MemoryError",
             ),
         ),
         (
@@ -222,7 +223,7 @@ def test_worker_of_a_program_stands_for_all_its_ranks():
             (
                 "out_of_memory",
                 (
-                    "rank 0 left no result; exit code 1, and its stderr says:"
+                    "rank 0 wrote no result; exit code 1, and its stderr says:"
                     " numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8.00 GiB"
                 ),
             ),
@@ -243,7 +244,7 @@ def test_worker_of_a_program_stands_for_all_its_ranks():
         (
             1,
             "torch.OutOfMemoryError: no more\nonce more with less\n",
-            ("killed", "rank 0 left no result; exit code 1"),
+            ("killed", "rank 0 wrote no result; exit code 1"),
         ),
         (-9, "MemoryError\n", ("killed", "rank 0 was ended by SIGKILL")),
     ],

@@ -143,7 +143,7 @@ def test_more_hosts_than_available_are_refused(
 
 def test_unknown_launcher_is_refused() -> None:
     with pytest.raises(
-        RequestError, match="--launcher 'pbs' is not known; known: local, ssh, slurm"
+        RequestError, match="--launcher 'pbs' is not known; allowed: local, ssh, slurm"
     ):
         launch.get_launcher("pbs")
 

@@ -94,7 +94,7 @@ def test_third_party_engine_runs_and_its_children_end(faulty: Shell) -> None:
             "rank 0: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
         ),
         ("kills@work", "killed", "rank 0 was ended by SIGKILL"),
-        ("exits@work", "killed", "rank 0 left no result; exit code 0"),
+        ("exits@work", "killed", "rank 0 wrote no result; exit code 0"),
     ],
 )
 def test_engine_that_ends_early_leaves_a_failed_record(

@@ -253,9 +253,9 @@ def test_a_run_killed_before_it_made_its_folder_has_nothing_to_resume(
         find_checkpoint(Request(_resolve_wide_case(), steps=STEPS, resume=draft[0]))
     assert (
         str(refused.value)
-        == f"--resume: {draft[0]} names the folder {str(draft[1])!r}, which is not there; if the"
-        " record was moved, give that folder itself, else the run did not get to its first"
-        " checkpoint: run it again without --resume"
+        == f"--resume: {draft[0]} names the folder {str(draft[1])!r}, which does not"
+        " exist; if the record was moved, give that folder itself, else the run ended before its"
+        " first checkpoint: run it again without --resume"
     )
 
 
@@ -471,17 +471,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "nothing whole": (
         lambda folder: [shutil.rmtree(path) for path in folder.glob("step-*")],
-        "holds no whole checkpoint",
+        ": no complete checkpoint",
     ),
     "only a part": (
         lambda folder: [path.rename(f"{path}.part") for path in folder.glob("step-*")],
-        "holds no whole checkpoint",
+        ": no complete checkpoint",
     ),
     "no run": (
         lambda folder: (folder / "run.json").unlink(),
-        "no folder of checkpoints (no run.json in it)",
+        "not a folder of checkpoints (it has no run.json)",
     ),
-    "no folder": (lambda folder: shutil.rmtree(folder), "no folder of checkpoints"),
+    "no folder": (lambda folder: shutil.rmtree(folder), "not a folder of checkpoints"),
     "a pipe": (
         lambda folder: [_replace_with_fifo(path / "state.json") for path in folder.glob("step-*")],
         "not a file",
@@ -494,18 +494,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "not JSON": (
         lambda folder: [(p / "state.json").write_text("{") for p in folder.glob("step-*")],
-        "not a checkpoint's table",
+        "not a JSON file of a checkpoint",
     ),
     "deep": (
         lambda folder: (folder / "run.json").write_text("[" * 100_000),
-        "not a checkpoint's table",
+        "not a JSON file of a checkpoint",
     ),
     "a path": (
         _make_json_edit(
             checkpoint_folders.INDEX_FILE,
             lambda t: _embedding_of(t)["chunks"][0].update(file="../../x"),
         ),
-        "not a checkpoint's table",
+        "not a JSON file of a checkpoint",
     ),
     "beyond": (
         _make_json_edit(
@@ -517,7 +517,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         _make_json_edit(
             checkpoint_folders.INDEX_FILE, lambda t: _transpose_shape(_embedding_of(t))
         ),
-        "the model has float32 of [2048, 192]",
+        "the model has float32 [2048, 192]",
     ),
     "another type": (
         _make_json_edit(
@@ -536,41 +536,41 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
             checkpoint_folders.INDEX_FILE,
             lambda t: _embedding_of(t)["chunks"][0].update(sizes=[1, 192]),
         ),
-        "do not add up to it",
+        "do not cover it exactly once",
     ),
     "twice": (
         _make_json_edit(
             checkpoint_folders.INDEX_FILE, lambda t: _split_into_chunks(_embedding_of(t), 0)
         ),
-        "do not add up to it",
+        "do not cover it exactly once",
     ),
     "before it": (
         _make_json_edit(
             checkpoint_folders.INDEX_FILE,
             lambda t: _embedding_of(t)["chunks"][0].update(offset=[-5, 0]),
         ),
-        "do not add up to it",
+        "do not cover it exactly once",
     ),
     "behind it": (
         _make_json_edit(
             checkpoint_folders.INDEX_FILE,
             lambda t: _embedding_of(t)["chunks"][0].update(offset=[2**70, 0]),
         ),
-        "do not add up to it",
+        "do not cover it exactly once",
     ),
     "turned": (
         _make_json_edit(
             checkpoint_folders.INDEX_FILE,
             lambda t: _embedding_of(t)["chunks"][0].update(sizes=[192, 2048]),
         ),
-        "do not add up to it",
+        "do not cover it exactly once",
     ),
     "less than none": (
         _make_json_edit(
             checkpoint_folders.INDEX_FILE,
             lambda t: _embedding_of(t)["chunks"][0].update(sizes=[-2048, -192]),
         ),
-        "do not add up to it",
+        "do not cover it exactly once",
     ),
     "flat": (
         _make_json_edit(
@@ -581,11 +581,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "huge losses": (
         _make_json_edit(checkpoint_folders.STATE_FILE, lambda t: t.update(losses=[1e308] * 9)),
-        "not a checkpoint's table: losses",
+        "not a JSON file of a checkpoint: losses",
     ),
     "no numbers": (
         _make_json_edit(checkpoint_folders.STATE_FILE, lambda t: t.update(numbers={})),
-        "not a checkpoint's table: numbers.updates",
+        "not a JSON file of a checkpoint: numbers.updates",
     ),
     "fewer than no updates": (
         _make_json_edit(checkpoint_folders.STATE_FILE, lambda t: t["numbers"].update(updates=-7)),
@@ -603,7 +603,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no step": (
         _make_json_edit(checkpoint_folders.STATE_FILE, lambda t: t.update(step=0)),
-        "not a checkpoint's table: step",
+        "not a JSON file of a checkpoint: step",
     ),
     "other data": (
         _make_json_edit(checkpoint_folders.RUN_FILE, lambda t: t.update(key="0" * 16)),
@@ -611,7 +611,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "other weights": (
         _make_json_edit(checkpoint_folders.RUN_FILE, lambda t: t["question"].update(seed=5)),
-        "with seed=5, asked is llama1-7b-openwebtext with seed=0",
+        "with seed=5, this run is llama1-7b-openwebtext with seed=0",
     ),
 }
 
@@ -631,15 +631,16 @@ def test_bad_checkpoint_is_refused_with_one_line(shell: Shell, copy: Path, bad: 
     ("more", "said"),
     [
         (("--set=question.train.lr=0.5",), "with train.lr="),
-        (("--precision", "bf16"), "asked is llama1-7b-openwebtext with precision."),
-        (("--sample", "2"), "was made without --sample"),
-        (("--steps", "9"), "nothing is left to do"),
+        (("--precision", "bf16"), "this run is llama1-7b-openwebtext with precision."),
+        (("--sample", "2"), "was written without --sample"),
+        (("--steps", "9"), "nothing is left to train"),
         (
             ("--weights", "WEIGHTS"),
-            "the checkpoint began with other weights; give the same, or leave --weights out",
+            "the checkpoint's run started from other weights; give the same, or leave --weights"
+            " out",
         ),
         (("--passes", "before,train"), "a resumed run has no pass before"),
-        (("--engine", "transformers"), "of engine torch, asked is transformers"),
+        (("--engine", "transformers"), "of engine torch, this run is of transformers"),
     ],
 )
 def test_resuming_with_another_question_is_refused(

@@ -2,11 +2,11 @@
 
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from steelyard.run import launch
+from steelyard.run import launch, session
 from steelyard.run.clock import now
 from steelyard.run.failure import Failure
 from steelyard.run.messages import StartMessage
@@ -46,7 +46,7 @@ def make_closed_connection(last_words: str, code: int = 1) -> Any:
         (
             "Killed",
             "agent_killed",
-            "host localhost: its agent ended without a word (exit code 1): Killed",
+            "host localhost: its agent ended without a message (exit code 1): Killed",
         ),
     ],
 )
@@ -62,7 +62,7 @@ def test_hang_and_time_limit_errors_give_the_requested_seconds(seconds: float, t
     new_session._progress_s = now() - 2 * seconds
     hang = new_session._find_timeout(now(), seconds, None)
     assert hang is not None
-    assert hang.text == f"nothing was heard of the workers for {told} s, in phase 'start'"
+    assert hang.text == f"no progress from the workers for {told} s, in phase 'start'"
     timeout = new_session._find_timeout(now() - 2 * seconds, 10 * seconds, seconds)
     assert timeout is not None
     assert timeout.text == f"the run took longer than its limit of {told} s, in phase 'start'"
@@ -88,3 +88,14 @@ def test_ctrl_c_is_a_failure_once_there_is_a_run_to_record() -> None:
             raise_interrupt, 0.0, 1.0, None, None, undisturbed, has_begun=lambda: True
         )
     assert failure == Failure("interrupted", "interrupted by the user")
+
+
+def test_a_host_that_cannot_be_cleaned_up_for_lack_of_threads_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail_to_start(*arguments: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(session, "Connection", fail_to_start)
+    lost = SimpleNamespace(name="localhost", mark="mark-0")
+    make_session()._sweep_lost_hosts([cast(Any, lost)])

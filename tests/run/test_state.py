@@ -3,6 +3,7 @@ this machine.
 """
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,13 @@ def test_a_machine_without_such_a_device_is_not_fit(
     line = next(line for line in result.out.splitlines() if " devices " in line)
     assert line.split() == ["bad", "devices", "no", "cuda", "device"]
     assert result.out.splitlines()[-1].startswith("not fit to measure (")
+
+
+def test_a_machine_with_a_hidden_boot_id_is_identified_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: Path) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert host._identify_machine() == socket.gethostname()

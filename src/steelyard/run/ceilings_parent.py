@@ -34,17 +34,20 @@ SPARE_S = 600.0  # beyond the time of all rows, for preparing and checking each
 
 
 class CeilingsRun:
-    """One run of `steelyard spec` on this host, from its node agent to the record in folder `out`.
+    """One run of `steelyard spec` on this host, from its node agent to the record in folder `out`:
+    `run_and_record` does it. One worker for each of `devices` devices; `quick`: fewer rows and
+    shorter limits.
 
-    Raises RequestError for `devices` or `limit_s` (the time for all rows, in seconds; None: the
-    default) out of range, or an unknown accelerator; None detects one.
+    Creating it starts nothing, and raises RequestError for `devices` or `limit_s` (the time for all
+    rows, in seconds; None: the default) out of range, or an unknown accelerator; None detects one.
     """
 
     def __init__(
         self, accelerator: str | None, devices: int, quick: bool, out: Path, limit_s: float | None
     ) -> None:
-        """Check the options, choose the accelerator (None: detect one) and create the session;
-        start nothing. Raises RequestError for options out of range or an unknown accelerator.
+        """Check the options, choose the accelerator (None: detect one) and create a session with
+        the local launcher; start nothing. Raises RequestError for options out of range, an unknown
+        accelerator, or a host without /proc or working directory.
         """
         processes.check_process_control()
         self.quick, self.out, self.limits = quick, out, QUICK_LIMITS if quick else FULL_LIMITS
@@ -68,11 +71,13 @@ class CeilingsRun:
     def run_and_record(
         self, show_progress: ProgressCallback | None, warn: WarningCallback
     ) -> tuple[SpecRecord, Path]:
-        """Run the workers, write the record into `out`, and return it with its path.
+        """Run the workers of `steelyard spec`, write the spec record into `out`, and return it with
+        its path.
 
         A run that fails after its workers were started gives a record with status `failed`; a wrong
-        request, or a host that cannot run it, raises RequestError. `show_progress` is called with
-        the progress, `warn` with warnings.
+        request, a host that cannot run it, or a folder that is not writable raises RequestError;
+        LostError if the record cannot be written. `show_progress` gets each `PhaseProgress`, `warn`
+        each line of warning. Interrupts are ignored while the record is written.
         """
         record_file.prove_writable(self.out)
         with ExitStack() as interrupt_guard:
@@ -86,8 +91,9 @@ class CeilingsRun:
             return spec_record, ceilings_record.write_spec_record(spec_record, self.out)
 
     def _prepare(self, warn: WarningCallback) -> StartMessage:
-        """Open the session, check the host, warn about devices that another run uses, and return
-        the message that starts the workers.
+        """Connect to the agent on this host, check it, warn about used devices that another run
+        uses too (where ranks share devices), and return the message that starts the workers of
+        `steelyard spec`. Raises RequestError if the host cannot run them.
         """
         open_message = OpenMessage(
             accelerator=self.accelerator.name,
@@ -103,9 +109,7 @@ class CeilingsRun:
         preflight.check_host(name, hello, self.plan, [])
         for device in hello.devices[: self.plan.devices]:
             if device.busy is not None:
-                warn(
-                    f"{device.name} is also used by {device.busy}: neither will show what it can do"
-                )
+                warn(f"{device.name} is also used by {device.busy}; both will be slower than alone")
         ceilings_spec = CeilingsSpec(
             accelerator=hello.accelerator, plan=self.plan, quick=self.quick, limits=self.limits
         )
@@ -117,15 +121,19 @@ class CeilingsRun:
         )
 
     def _assemble_record(self, failure: Failure | None) -> SpecRecord:
-        """Return the sealed record of the session's results, with the ceilings derived from the
-        benches; raise RequestError if a worker refused the request.
+        """Return the spec record of this session's results, with the ceilings derived from the
+        benches of all ranks and its hashes set: status `valid`, or `failed` with the failure as
+        reason. Nothing is written.
+
+        Raises RequestError with the worker's text if the failure is `request` (a worker refused),
+        ValueError if the host sent no `hello`.
         """
         if failure is not None and failure.code == "request":
             raise RequestError(failure.text.partition(": ")[2])
         session, ranks = self.session, self.session.results.ordered_rank_files
         hello = session.connections[0].hello
         if hello is None:
-            raise ValueError("a host that was not heard of has no part in a run")
+            raise ValueError("no hello message from a host of this run")
         draft = SpecRecord(
             id=self.id,
             created=self.created,
@@ -150,8 +158,9 @@ class CeilingsRun:
         )
 
     def _make_budget(self, ranks: list[RankFile]) -> dict[str, float]:
-        """Return wall seconds by part of the run, adding up to all of it: `agents`, the parts of
-        rank 0's own budget, and `launch` for what those leave.
+        """Return wall seconds by part of this run, adding up to all of it until now: `agents` until
+        workers were started, the parts of the budget of the first of `ranks` (rank files; may be
+        empty), and `launch` for what those leave of the workers' time.
         """
         parts = ranks[0].budget if ranks else {}
         agents_s, workers_s = (

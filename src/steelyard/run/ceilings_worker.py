@@ -2,9 +2,9 @@
 memory bandwidth.
 
 It reads a `CeilingsWorkerSpec`, runs every benchmark row that the framework offers for the device
-(engine/ceiling_rows.py), and writes one rank file. A row is timed in short stretches until the last ones
-agree or its time is over. Started by the node agent as `python -m steelyard.run.ceilings_worker
-SPEC`; the parent's side is run/ceilings_parent.py.
+(engine/ceiling_rows.py), and writes one rank file. A row is timed in short stretches until the last
+ones agree or its time is over. Started by the node agent as `python -m
+steelyard.run.ceilings_worker SPEC`; the parent's side is run/ceilings_parent.py.
 """
 
 import math
@@ -62,8 +62,9 @@ def time_until_settled(
     origin_s: float,
     max_over_ranks: MaxOverRanks = max_of_one_rank,
 ) -> list[TimedCalls]:
-    """Time an operation in stretches of many calls until the last stretches agree or
-    `limits.limit_s` is over, and return all stretches.
+    """Time an operation in stretches of equally many calls, enough to fill `limits.stretch_s`,
+    until the last `limits.last` stretches agree or `limits.limit_s` is over, and return all
+    stretches, at least `limits.last`.
 
     One call to warm up and one to choose the calls per stretch come first, and are not returned.
     `max_over_ranks` returns the maximum of a value over all ranks, so that ranks that compute
@@ -88,8 +89,8 @@ def time_until_settled(
 def _time_stretch(
     operation: PreparedCeiling, device: Timeline, clock: Clock, origin_s: float, calls: int
 ) -> TimedCalls:
-    """Time so many calls by device events and return them as a stretch; its start is in seconds
-    since `origin_s` on `clock`.
+    """Time so many calls together, by one pair of device events around them, and return them as a
+    stretch: `time_s` is their total, not below 0, `start_s` counts from `origin_s` on `clock`.
     """
     start_s = clock() - origin_s
     return TimedCalls(
@@ -98,11 +99,12 @@ def _time_stretch(
 
 
 class CeilingBenchmarker:
-    """Runs benchmark rows one after the other, and remembers the best rate of each kind of row to
-    choose the size of the next.
+    """Runs benchmark rows of `steelyard spec` on one rank one after the other (`run_row`), and
+    remembers the best rate of each group, precision and kind of row, by which the size of the next
+    is chosen.
 
-    `limits.total_s` counts from its creation. `max_over_ranks` returns the maximum of a value over
-    all ranks.
+    `limits.total_s` counts from its creation: later rows are not tried. `max_over_ranks` returns
+    the maximum of a value over all ranks, and is used for rows that all ranks must run together.
     """
 
     def __init__(
@@ -114,31 +116,38 @@ class CeilingBenchmarker:
         origin_s: float,
         max_over_ranks: MaxOverRanks = max_of_one_rank,
     ) -> None:
-        """Store the settings and take the time from which `limits.total_s` counts."""
+        """Store the settings of this rank's benchmarker and take the time from which
+        `limits.total_s` counts; nothing is run. `origin_s` is the start of the run on `clock`, from
+        which start times count.
+        """
         self.device, self.rank, self.limits = device, rank, limits
         self.clock, self.origin_s, self.max_over_ranks = clock, origin_s, max_over_ranks
         self._begin = clock()
         self._rates: dict[tuple[str, str | None, str], float] = {}
 
     def run_row(self, row: CeilingRow) -> BenchTimings:
-        """Run one benchmark row: prepare it, check its result, time it, and return the bench for
-        the rank file.
+        """Run one benchmark row on this rank: prepare it, check its result, time it, and return the
+        bench (raw timings) for the rank file. All ranks must call it with rows of `all_ranks`
+        together.
 
-        Nothing is raised: if the row is unsupported, the total time is over, or anything fails here
-        or on another rank, the bench has no stretches and states the reason. If the result is wrong
-        on this rank, `checked` states it instead.
+        Errors of the row are not raised: if it is unsupported, the total time is over, or anything
+        fails here or could not be prepared on another rank, the bench has no stretches and states
+        the reason. If the result is wrong on this rank, `checked` states it instead. A timed row
+        updates the best rates.
         """
         max_over_ranks = self.max_over_ranks if row.all_ranks else max_of_one_rank
         if row.unavailable is not None:
             return self._make_bench(row, reason=row.unavailable[:REASON_CHARS])
         if max_over_ranks(float(self.clock() - self._begin > self.limits.total_s)):
-            return self._make_bench(row, reason=f"not tried: {self.limits.total_s:g} s were over")
+            return self._make_bench(
+                row, reason=f"not run: the total time of {self.limits.total_s:g} s was over"
+            )
         key = (row.group, row.precision, row.kind)
         operation, reason = self._prepare_operation(
             row, self._rates.get(key) or self._guess_rate(row)
         )
         if max_over_ranks(float(operation is None)) or operation is None:
-            return self._make_bench(row, reason=reason or "it cannot be had on another rank")
+            return self._make_bench(row, reason=reason or "not available on another rank")
         try:
             bench = self._check_and_time(row, operation, max_over_ranks)
         except Exception as error:  # noqa: BLE001  a kernel that a device has not may raise anything; it is the reason
@@ -154,7 +163,8 @@ class CeilingBenchmarker:
         self, row: CeilingRow, rate: float | None
     ) -> tuple[PreparedCeiling | None, str | None]:
         """Prepare the operation of a row for calls that take at most `CALL_SHARE` of a row's time
-        at the expected rate; return it with None, or None with the reason why it cannot be had.
+        at the expected `rate` (FLOP/s or B/s; None: unknown); return (operation, None), or (None,
+        reason) for any error, the reason cut to `REASON_CHARS`.
         """
         try:
             return row.prepare(CallBudget(rate, CALL_SHARE * self.limits.limit_s)), None
@@ -164,8 +174,9 @@ class CeilingBenchmarker:
             return None, _format_reason(error)
 
     def _guess_rate(self, row: CeilingRow) -> float | None:
-        """Return the expected rate of the first FLOP/s row of its kind: `GUESSED_SHARE` of the best
-        matmul rate in the same precision; None if that is unknown or the row is not in FLOP/s.
+        """Return the rate to expect of a row of whose kind none was timed yet: `GUESSED_SHARE` of
+        the best rate of plain matmuls (kind "") in the same precision; None if that is unknown or
+        the row is not in FLOP/s.
         """
         matmul_rate = self._rates.get(("matmul", row.precision, ""))
         return None if matmul_rate is None or row.unit != "FLOP/s" else GUESSED_SHARE * matmul_rate
@@ -173,10 +184,12 @@ class CeilingBenchmarker:
     def _check_and_time(
         self, row: CeilingRow, operation: PreparedCeiling, max_over_ranks: MaxOverRanks
     ) -> BenchTimings:
-        """Check the result of a prepared operation, then time it, and return the bench.
+        """Check the result of a prepared operation once, then time it, and return the bench with
+        amount, detail, error and stretches.
 
-        If the check fails on any rank, the bench has no stretches. A row in bytes is an amount and
-        is not timed.
+        If the error is beyond its bound here or, for a row that all ranks run together, on any
+        rank, the bench has no stretches; a rank whose own result is right gets a reason. A row in
+        bytes is an amount and is not timed. Errors of the operation are raised.
         """
         bench = self._make_bench(row).model_copy(
             update={"amount": float(operation.amount), "detail": dict(operation.detail)}
@@ -187,7 +200,7 @@ class CeilingBenchmarker:
             bench = bench.model_copy(update={"checked": checked})
             if max_over_ranks(float(not checked.is_within_bound)):
                 reason = (
-                    None if not checked.is_within_bound else "its result is wrong on another rank"
+                    None if not checked.is_within_bound else "the result is wrong on another rank"
                 )
                 return bench.model_copy(update={"reason": reason})
         if row.unit == "B":
@@ -223,7 +236,10 @@ def _format_reason(error: Exception) -> str:
 
 
 class CeilingsSpec(FrozenModel):
-    """What the parent tells all workers of `steelyard spec`."""
+    """What the parent tells all workers of `steelyard spec`: accelerator, plan (all devices of one
+    host, data parallel), whether only the `quick` rows are measured, and the time limits. Created
+    by run/ceilings_parent.py.
+    """
 
     accelerator: str
     plan: Plan
@@ -232,30 +248,39 @@ class CeilingsSpec(FrozenModel):
 
 
 class CeilingsWorkerSpec(FrozenModel):
-    """All that one worker of `steelyard spec` is told: the parent's part and the node agent's."""
+    """The spec file of the workers of `steelyard spec` on a host: what the parent says (`run`) and
+    what the node agent adds (`host`: folder, start time, rendezvous). The rank is not in it: RANK
+    has it.
+    """
 
     run: CeilingsSpec
     host: HostSpec
 
 
 def main() -> None:
-    """Read the spec file named in the first argument, measure the ceilings as one rank, and exit
-    the process.
+    """Read the spec file named in the first argument, measure the ceilings as the rank in RANK, and
+    exit the process with the code of `run_rank_process`.
     """
     spec = CeilingsWorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
     run_rank_process(partial(CeilingsWorker, spec), spec.host.folder)
 
 
 class CeilingsWorker(RankProcess):
-    """One rank of `steelyard spec`: its rank file gets a bench for every row."""
+    """One rank of `steelyard spec`: `run` measures every row that torch offers on its device, and
+    adds a bench for each to the rank file.
+    """
 
     def __init__(self, spec: CeilingsWorkerSpec, rank: int) -> None:
+        """Begin this rank's rank file, which is not written yet, and store the parent's part of the
+        spec; nothing is loaded.
+        """
         super().__init__(rank, spec.run.accelerator, spec.host)
         self.spec = spec.run
 
     def run(self) -> None:
-        """Load the framework, join the other ranks and measure all rows; the results are in the
-        rank file.
+        """Load torch on this rank's device, join the other ranks, measure all rows, and wait for
+        the other ranks at the end; the results are in the rank file. Raises RequestError if the
+        accelerator has no device class for torch; errors of a row are in its bench.
         """
         with self._time_and_report("imports"):
             framework = self._load_framework()
@@ -266,9 +291,9 @@ class CeilingsWorker(RankProcess):
         framework.barrier()
 
     def _load_framework(self) -> Framework:
-        """Return the framework on this rank's device, joined with the other ranks, and add device
-        and versions to the rank file; raise RequestError if the accelerator has no device class for
-        it.
+        """Load torch on this rank's device, add device, versions and threads to the rank file, join
+        the other ranks (a collective call), store the framework as `self.framework` and return it;
+        raise RequestError if the accelerator has no device class for torch.
         """
         spec = self.spec
         device = accelerators.find_accelerator(spec.accelerator).devices.get(FRAMEWORK)
@@ -290,8 +315,9 @@ class CeilingsWorker(RankProcess):
     def _measure_rows(
         self, ceilings: FrameworkCeilings, rows: list[CeilingRow], framework: Framework
     ) -> None:
-        """Measure the rows one after the other, and write the rank file after each, so that a rank
-        that is killed leaves what it has.
+        """Measure the rows one after the other, release the memory of each, and write the rank file
+        with one bench more after each, so that a rank that is killed leaves what it has. Each row
+        is reported as progress.
         """
         benchmarker = CeilingBenchmarker(
             framework, self.rank, self.spec.limits, now, self.host.origin_s, ceilings.all_reduce_max

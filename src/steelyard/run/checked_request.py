@@ -1,8 +1,8 @@
 """Turn a request into a run that can start: check all that can be known without starting a process.
 
-`check_request` is called by the command (cli/execute_runs.py) once per run and raises RequestError or
-EngineError for the first problem. What it returns goes to run/parent.py. What only other hosts know
-is checked later, in run/preflight.py.
+`check_request` is called by the command (cli/execute_runs.py) once per run and raises RequestError
+or EngineError for the first problem. What it returns goes to run/parent.py. What only other hosts
+know is checked later, in run/preflight.py.
 """
 
 import os
@@ -39,7 +39,9 @@ CHECKOUT_PROGRAM = "run.py"  # a checkout of the program has this file
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint from which a training run continues, as found through `--resume`."""
+    """The checkpoint from which a training run continues, as `find_checkpoint` found it through
+    `--resume`: its folder `path` and its `state` (step, losses, plan).
+    """
 
     path: Path
     state: CheckpointState
@@ -48,8 +50,9 @@ class ResumePoint:
     passed_over: list[str]  # names of later checkpoints that are damaged
 
     def to_restart(self, out: Path) -> Restart:
-        """Return what the record of the continuing run, which is written to folder `out`, states
-        about the checkpoint; the path of the checkpoints is relative to `out`.
+        """Return what the record of the run that continues from this checkpoint states about it:
+        step, plan, losses so far, record id and skipped checkpoints. The path of the checkpoints'
+        folder is relative to `out`, the folder of the record.
         """
         return Restart(
             record=self.record_id,
@@ -63,8 +66,11 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class CheckedRequest:
-    """A request that passed all checks, with the rows and settings that were looked up for it:
-    engine, accelerator, launcher, site, plan, passes, scope and the checkpoint to resume from.
+    """A request that passed all checks of `check_request`, with the rows and settings that were
+    looked up for it: engine, accelerator, launcher, site, plan, `passes` in the order they run,
+    scope, and the checkpoint to resume from (None: none).
+
+    `case` is its resolved case; `with_resolved` makes a copy with other tune values.
     """
 
     request: Request
@@ -90,12 +96,14 @@ class CheckedRequest:
 
 
 def check_request(request: Request) -> CheckedRequest:
-    """Check a request and return it with everything that was looked up for it; start no process.
+    """Check a request and return it with everything that was looked up for it; start no worker or
+    agent, write nothing.
 
     Raises RequestError, or its subclass EngineError where another engine could do it, with one line
-    for the first problem: site file, launcher, engine, plan, passes, checkpoint, paths, options,
-    data, weights, devices, memory. With a launcher that starts agents on other hosts, paths and
-    devices are not checked here. Without `--accelerator`, a local run detects one.
+    for the first problem: /proc or working directory, site file, launcher, engine, plan, hosts,
+    passes, checkpoint, paths, options, data, weights, devices, memory. With a launcher that starts
+    agents on other hosts, paths, data and devices are not looked at here, and `accelerator` is None
+    unless it was named. Otherwise one is detected if none was named.
     """
     processes.check_process_control()
     case, engine = request.resolved.case, engine_rows.find_engine(request.engine)
@@ -134,8 +142,9 @@ def check_request(request: Request) -> CheckedRequest:
 
 
 def _check_engine(case: Case, engine: EngineRow, in_other_python: bool) -> None:
-    """Raise EngineError if the engine cannot run the case's question, division or precision, or,
-    unless `in_other_python`, if a package that it needs is not installed here.
+    """Raise EngineError if the engine refuses the case, or has not its division, its matmul
+    precision or (training) its training precision, or, unless `in_other_python`, if a package that
+    it needs is not installed here.
 
     `in_other_python`: workers run in another Python (other hosts, or `engine.python`), whose
     packages the node agent checks.
@@ -152,7 +161,8 @@ def _check_engine(case: Case, engine: EngineRow, in_other_python: bool) -> None:
         )
     if question.precision.matmul not in engine.precisions:
         raise EngineError(
-            f"engine {engine.name} has no matmuls in {question.precision.matmul}; allowed:"
+            f"engine {engine.name} does not compute matmuls in {question.precision.matmul};"
+            " allowed:"
             f" {', '.join(engine.precisions)}"
         )
     precision_name = name_precision(question.kind, question.precision.model_dump())
@@ -172,9 +182,9 @@ def _check_engine(case: Case, engine: EngineRow, in_other_python: bool) -> None:
 
 
 def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> None:
-    """Check `--nodes` and `engine.checkout` against the engine: raise EngineError for several nodes
-    on a single-host engine or a missing checkout, RequestError for a checkout that is not needed
-    or, on a local run, has no run.py.
+    """Check `--nodes` and `engine.checkout`, the folder of the program that some engines start:
+    raise EngineError for several nodes on a single-host engine or a missing checkout, RequestError
+    for a checkout that the engine does not need or, with a local launcher, that has no run.py.
     """
     if request.nodes > 1 and not engine.several_hosts:
         raise EngineError(
@@ -194,7 +204,7 @@ def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> 
         )
     if not launcher.remote and not (checkout / CHECKOUT_PROGRAM).is_file():
         raise RequestError(
-            f"engine.checkout {str(checkout)!r}: no {CHECKOUT_PROGRAM} in it; name a checkout of"
+            f"engine.checkout {str(checkout)!r} has no {CHECKOUT_PROGRAM}; name a checkout of"
             f" {engine.checkout}"
         )
 
@@ -202,14 +212,14 @@ def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> 
 def _check_engine_options(
     request: Request, engine: EngineRow, plan: Plan, launcher: Launcher
 ) -> None:
-    """Raise EngineError for a parallel plan, checkpoints or `--explain` that the engine does not
-    support, and RequestError for `--trace` with a remote launcher.
+    """Raise EngineError for a parallel plan (TP, PP, DP), `--resume`, `tune.checkpoint_every` or
+    `--explain` that the engine or its framework does not support, and RequestError for `--trace`
+    with a remote launcher.
     """
     if not engine.can_divide(plan):
         allowed = "".join(name.upper() for name in engine_rows.DEGREES if name in engine.degrees)
         raise EngineError(
-            f"engine {engine.name} holds a whole model on each device; asked: {plan}; allowed:"
-            f" --parallel {allowed}"
+            f"engine {engine.name} cannot divide a model as {plan}; allowed: --parallel {allowed}"
         )
     options = {
         "--resume": request.resume,
@@ -217,7 +227,7 @@ def _check_engine_options(
     }
     for name, value in options.items():
         if value is not None and not engine.checkpoints:
-            raise EngineError(f"{name}: engine {engine.name} has no checkpoints; leave it out")
+            raise EngineError(f"{name}: engine {engine.name} writes no checkpoints; leave it out")
     profiled = [row.name for row in engine_rows.load_framework_rows().values() if row.profiler]
     if request.explain and engine.framework not in profiled:
         raise EngineError(
@@ -226,7 +236,7 @@ def _check_engine_options(
         )
     if request.trace and launcher.remote:
         raise RequestError(
-            "--trace: the trace is left on the host of rank 0; allowed: --launcher local"
+            "--trace: the trace is written on the host of rank 0; allowed: --launcher local"
         )
 
 
@@ -234,9 +244,10 @@ def _select_passes(request: Request, engine: EngineRow) -> tuple[str, ...]:
     """Return the names of the passes to run, in order: those of `--passes`, else the task's default
     passes that the engine has (without the initial ones for a resumed run).
 
-    Raises RequestError if named passes are unknown, repeated, out of order, lack a required pass,
-    lack the pass that a bare pass is compared with, or come before the first step of a resumed run;
-    EngineError if only this engine lacks a pass.
+    Raises RequestError if named passes are none, unknown, repeated, lack a required pass, are out
+    of order (kinds with an order), name a bare pass without the pass that it is compared with, or
+    an initial pass, before the first step, for a resumed run; EngineError if only this engine lacks
+    a pass.
     """
     row = request.resolved.case.question.task_row
     kind = row.kind_row
@@ -280,11 +291,11 @@ def _select_passes(request: Request, engine: EngineRow) -> tuple[str, ...]:
 
 def find_checkpoint(request: Request) -> ResumePoint | None:
     """Return the last undamaged checkpoint of the run that `--resume` names by its record file or
-    its checkpoint folder; None without `--resume`.
+    its folder of checkpoints; None without `--resume`. Only its JSON files are read, no tensors.
 
-    Raises RequestError if the case is no training case, the checkpoint is of another question,
-    sample or engine, its losses do not match its step, or no step is left because the target or the
-    last step was reached.
+    Raises RequestError if the case is no training case, there is no usable checkpoint, it is of
+    another question, sample or engine, its losses are not one per step, or no step is left because
+    the target or the last step was reached.
     """
     if request.resume is None:
         return None
@@ -312,15 +323,17 @@ def find_checkpoint(request: Request) -> ResumePoint | None:
     total_steps = train.steps if request.steps is None else request.steps
     if state.reached:
         raise RequestError(
-            f"--resume: the target was reached after step {state.step}; nothing is left to do"
+            f"--resume: the target was reached after step {state.step}; nothing is left to train"
         )
     if state.step >= total_steps:
         raise RequestError(
-            f"--resume: {path} is after step {state.step} of {total_steps}; nothing is left to do"
+            f"--resume: {path} is after step {state.step} of {total_steps}; nothing is left to"
+            " train"
         )
     if len(state.losses) != state.step:
         raise RequestError(
-            f"{path / checkpoint_folders.STATE_FILE}: {len(state.losses)} losses of {state.step} steps"
+            f"{path / checkpoint_folders.STATE_FILE}: {len(state.losses)} losses of {state.step}"
+            " steps"
         )
     before_paths = sorted(folder.glob(checkpoint_folders.BEFORE_FILE.format("*")))
     return ResumePoint(
@@ -336,17 +349,19 @@ def find_checkpoint(request: Request) -> ResumePoint | None:
 
 
 def _find_record_checkpoints(record_path: Path) -> tuple[Path, str]:
-    """Return the folder of a record's checkpoints and the record's id.
+    """Return the folder of a record's checkpoints, relative to the record's own folder, and the
+    record's id.
 
-    If its run left no finished checkpoint, this is the folder of the run that it had resumed from,
-    if that has one. Raises RequestError if the record does not verify, its run reached its target,
-    it names no checkpoints, or its unfinished run's folders do not exist.
+    If its run left no finished checkpoint, it is the folder of a run that it had resumed from, the
+    latest that has one, else the first that the record names. Raises RequestError if the record
+    does not verify, its run reached its target, it names no folder, or, for an `unfinished` record,
+    none of the folders exists.
     """
     record = verify.read_verified_record(record_path)
     early_end = None if record.answers is None else record.task.stopped(record.answers)
     if early_end is not None and early_end.why == "target":
         raise RequestError(
-            f"--resume: the run of {record_path} reached its target; nothing is left to do"
+            f"--resume: the run of {record_path} reached its target; nothing is left to train"
         )
     relative_folders = [
         record.checkpoints,
@@ -359,14 +374,15 @@ def _find_record_checkpoints(record_path: Path) -> tuple[Path, str]:
     ]
     if not folders:
         raise RequestError(
-            f"--resume: the run of {record_path} has no checkpoints; train with --checkpoint-every N to"
+            f"--resume: the run of {record_path} has no checkpoints; train with --checkpoint-every"
+            " N to"
             " save some"
         )
     unfinished = any(reason.code == UNFINISHED.code for reason in record.reasons)
     if unfinished and not any(folder.is_dir() for folder in folders):
         raise RequestError(
-            f"--resume: {record_path} names the folder {str(folders[0])!r}, which is not there; if the"
-            " record was moved, give that folder itself, else the run did not get to its first"
+            f"--resume: {record_path} names the folder {str(folders[0])!r}, which does not exist;"
+            " if the record was moved, give that folder itself, else the run ended before its first"
             " checkpoint: run it again without --resume"
         )
     return next(
@@ -376,12 +392,12 @@ def _find_record_checkpoints(record_path: Path) -> tuple[Path, str]:
 
 
 def _check_paths(request: Request, launcher: Launcher) -> None:
-    """Raise RequestError if `--weights`, `--data` or `--tokenizer` name nothing usable, data are
-    missing at size full, checkpoints cannot be kept, or weights in a folder are not of the case's
-    model.
+    """Raise RequestError if `--weights`, `--data` or `--tokenizer` does not exist or is neither
+    file nor folder, a folder of weights is of another model, data are missing at size full,
+    checkpoints are asked for of an inference case, or OUT/checkpoints is a file.
 
-    Paths are not looked at for a remote launcher. Token files may also be named by their common
-    prefix.
+    For a remote launcher the paths of the three options are not looked at; the rest is. Token files
+    may also be named by their common prefix.
     """
     case = request.resolved.case
     saves_checkpoints = case.tune.checkpoint_every is not None
@@ -430,9 +446,9 @@ def _check_paths(request: Request, launcher: Launcher) -> None:
 
 
 def _check_scope_options(request: Request) -> None:
-    """Raise RequestError if `--sample`, `--steps`, `--hang-after` or `--time-limit` are out of
-    range, the task does not support `--subjects` or `--rows`, or `--rows` is combined with
-    `--subjects` or `--sample`.
+    """Raise RequestError if `--sample` or `--steps` is below 1, `--hang-after` or `--time-limit`
+    not above 0 seconds, the task does not support `--subjects` or `--rows`, or `--rows` is combined
+    with `--subjects` or `--sample`.
     """
     for option, number in (("--sample", request.sample), ("--steps", request.steps)):
         if number is not None and number < 1:
@@ -452,8 +468,8 @@ def _check_scope_options(request: Request) -> None:
 
 
 def _explain_unselectable(option: str, task: Task) -> str:
-    """Return the message on why a task does not take `--subjects` or `--rows`, with the options
-    that it does take.
+    """Return the end of the error message on why a task does not take `--subjects` or `--rows`,
+    with what to use instead. `option` is not used.
     """
     if task.kind_row.trains:
         return (
@@ -479,8 +495,9 @@ def _make_scope(request: Request) -> Scope:
 
 
 def _check_devices(case: Case, plan: Plan, accelerator: Accelerator) -> None:
-    """Raise RequestError if this host has no device of the accelerator, fewer than the plan needs,
-    or if the case certainly does not fit a device's memory.
+    """Raise RequestError if this host has no device of the accelerator, the plan needs more ranks
+    than its devices can serve, or the case certainly does not fit the first device's memory,
+    divided among the ranks that share it.
     """
     devices = accelerator.find()
     if not devices:

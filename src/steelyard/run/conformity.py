@@ -27,11 +27,12 @@ MAX_FILE_BYTES = 1 << 20
 
 
 def hash_engine(row: EngineRow, packages: PackageVersions = None) -> str:
-    """Return a hash of 16 hex digits over all that decides what an engine computes: this package's
-    files, the engine's own source, and the versions of the packages it needs.
+    """Return a hash of 16 hex digits over all that decides what an engine computes: its name, this
+    package's files, the source of other packages that implement it, and the versions of the
+    packages it needs.
 
-    `packages` are the package versions of another Python, if the engine runs in one
-    (`engine.python`); None: those installed here.
+    `packages` are the package versions by name of another Python, if the engine runs in one
+    (`engine.python`); then all of them count. None: the needed ones as installed here.
     """
     parts = [row.name, environment.hash_package()]
     top_packages = {
@@ -47,8 +48,8 @@ def hash_engine(row: EngineRow, packages: PackageVersions = None) -> str:
 
 
 def _hash_source(name: str) -> str | None:
-    """Return the hash of a top-level package's or module's source files, or None if it is not
-    installed or has no file.
+    """Return a hash of 16 hex digits over the source files of a top-level package, or the file of a
+    module, or None if it is not installed or has no file. It is not imported.
     """
     module_spec = find_spec(name)
     if module_spec is None or module_spec.origin is None:
@@ -68,17 +69,20 @@ def _find_installed_version(name: str) -> str | None:
 def write_conformity(
     row: EngineRow, cases: list[str], conforms: bool, packages: PackageVersions = None
 ) -> Path:
-    """Write whether the engine conforms to conform.json, replacing its earlier result, and return
-    the path of the file.
+    """Write into conform.json in the user's cache folder whether this version of the engine
+    conforms, replacing its earlier result and keeping other engines', and return the path of the
+    file.
 
-    `cases` are the names of the cases it was tested on. Raises RequestError if the cache folder
-    cannot be made or is not private to the user.
+    `cases` are the names of the cases it was tested on; `packages` as for `hash_engine`. Raises
+    RequestError if the cache folder cannot be made or is not private to the user, OSError if the
+    file cannot be written.
     """
     try:
         path = environment.make_private_cache(os.environ) / RESULTS_FILE
     except OSError as error:
         raise RequestError(
-            f"what was found cannot be kept: {error}; name a folder of yours in XDG_CACHE_HOME"
+            f"the result of conform cannot be stored: {error}; set XDG_CACHE_HOME to a folder of"
+            " yours"
         ) from error
     result = {
         "version": hash_engine(row, packages),
@@ -91,8 +95,9 @@ def write_conformity(
 
 
 def read_conformity(row: EngineRow, packages: PackageVersions = None) -> bool | None:
-    """Return whether this very version of the engine was found to conform, or None if it was not
-    tested or the cache cannot be read.
+    """Return whether this very version of the engine (`hash_engine`) was found to conform on this
+    machine, or None if it was not tested or the cache cannot be read. Creates the user's cache
+    folder if it is missing; nothing is raised for it.
     """
     # a cache that is not private is refused elsewhere, where code is loaded from it
     with suppress(RequestError, OSError):
@@ -105,8 +110,8 @@ def read_conformity(row: EngineRow, packages: PackageVersions = None) -> bool | 
 
 
 def _read_results(path: Path) -> dict[str, Any]:
-    """Return the stored results by engine; empty if the file is missing, too large or not a JSON
-    object.
+    """Return the stored results of conform.json by engine name; empty if the file is missing,
+    larger than `MAX_FILE_BYTES` or not a JSON object.
     """
     with suppress(OSError, ValueError, RecursionError, files.TooLargeError):
         table = json.loads(files.read_file(path, MAX_FILE_BYTES))

@@ -79,7 +79,7 @@ PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 SOURCE_PATHS = (".", ":(exclude,glob)**/__pycache__/**")
 
 CACHE_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-CACHE_HINT = "name a folder of yours in XDG_CACHE_HOME"
+CACHE_HINT = "set XDG_CACHE_HOME to a folder of yours"
 
 INSPECT_S = 60.0  # a first import over a network file system is slow
 REFUSED = 65  # EX_DATAERR of sysexits.h: the last line of stderr is the whole reason
@@ -92,9 +92,9 @@ def describe_host(
     """Return the hardware, software and package revision of this host, as far as known without a
     worker.
 
-    `devices` are the devices in use, `variables` the environment of the workers, of which the
-    listed names are recorded. Versions of the accelerators' libraries are None: a worker reports
-    them.
+    `devices` are the devices in use, `variables` the environment of the workers, of which only
+    names that may be recorded are stated. Versions of the accelerators' libraries are None: a
+    worker reports them.
     """
     hardware, software = (
         _describe_hardware(accelerator, devices),
@@ -106,8 +106,9 @@ def describe_host(
 
 
 def list_package_versions() -> dict[str, str]:
-    """Return the versions of the installed packages that a result may depend on, by name; none of
-    them is imported, and those not installed are left out.
+    """Return the versions, by name and sorted by it, of the installed packages that a result may
+    depend on (`PACKAGES` and those of the accelerators); none of them is imported, and those not
+    installed are left out.
     """
     versions = {}
     for name in sorted({*PACKAGES, *accelerators.collect_names(lambda row: row.packages)}):
@@ -120,8 +121,9 @@ def list_package_versions() -> dict[str, str]:
 
 @cache
 def hash_package(package: Path = PACKAGE_FOLDER) -> str:
-    """Return a hash of 16 hex digits over the .py, .toml, .json and .html files of a package
-    folder, by default this package; cached. All hosts of a run must have the same.
+    """Return a hash of 16 hex digits over names and contents of the .py, .toml, .json and .html
+    files of a package folder, by default this package; cached for the life of the process. All
+    hosts of a run must have the same.
     """
     digest = hashlib.sha256()
     for path in sorted(
@@ -138,8 +140,9 @@ def read_product_name(root: Path = Path("/")) -> str | None:
 
 
 def detect_container(root: Path = Path("/")) -> str | None:
-    """Return the name of the container runtime around this process, such as `docker`, as far as
-    files and cgroup names show it; else None.
+    """Return the name of the container runtime around this process (docker, podman, apptainer,
+    kubernetes or lxc), as far as files of the root folder or, if none is there, cgroup names show
+    it; else None.
     """
     for name, runtime in CONTAINER_FILES.items():
         if (root / name).exists():
@@ -149,11 +152,12 @@ def detect_container(root: Path = Path("/")) -> str | None:
 
 
 def describe_source(package: Path = PACKAGE_FOLDER) -> dict[str, Any]:
-    """Return `version`, git `revision` and `dirty` of this package.
+    """Return `version`, git `revision` (commit hash) and `dirty` (whether the package's files
+    differ from it) of this package.
 
     The revision is known only where the package lies in src/ of its own git work tree, or from
     STEELYARD_REVISION; an installed copy has none, even inside another repository. `dirty` is None
-    without a work tree.
+    without a work tree. Runs git.
     """
     top = files.run_git(package, "rev-parse", "--show-toplevel")
     revision = dirty = None
@@ -169,8 +173,9 @@ def describe_source(package: Path = PACKAGE_FOLDER) -> dict[str, Any]:
 
 
 def _describe_hardware(accelerator: Accelerator, devices: list[DetectedDevice]) -> Hardware:
-    """Return this host's hardware: machine, CPU, memory, the given devices and their datasheet
-    peak.
+    """Return this host's hardware for the record: machine, CPU model, physical cores (else logical
+    ones), memory in bytes, the given devices, and their datasheet peak (None: unknown, or not the
+    same for all).
     """
     return Hardware(
         machine=read_product_name(),
@@ -186,8 +191,8 @@ def _describe_hardware(accelerator: Accelerator, devices: list[DetectedDevice]) 
 
 
 def _find_shared_peak(accelerator: Accelerator, devices: list[DetectedDevice]) -> PeakFacts | None:
-    """Return the datasheet row of the devices, or None if it is unknown or they do not all share
-    one.
+    """Return the datasheet row of the devices (peak FLOP/s and bandwidth), or None if there are no
+    devices, their row is unknown, or they do not all have the same.
     """
     rows = [accelerators.find_peak(accelerator, device) for device in devices]
     if not rows or rows[0] is None or any(row != rows[0] for row in rows):
@@ -197,8 +202,9 @@ def _find_shared_peak(accelerator: Accelerator, devices: list[DetectedDevice]) -
 
 
 def _describe_software(devices: list[DetectedDevice], variables: Mapping[str, str]) -> Software:
-    """Return this host's software: OS, driver, Python, package versions and those of the workers'
-    `variables` that a record may state; library versions are None.
+    """Return this host's software for the record: OS, kernel, driver of the first device,
+    container, Python, package versions, and those of the workers' `variables` that a record may
+    state, with the names of preloaded libraries. Versions of the accelerators' libraries are None.
     """
     allowed = accelerators.collect_names(lambda row: row.variables).union(names.TORCH_VARIABLES)
     recorded = {
@@ -251,11 +257,12 @@ def read_system_file(path: Path) -> str:
 
 
 def make_cache_folders(environment: Mapping[str, str]) -> dict[str, str]:
-    """Create the user's private compiler cache folders and return the variables that name them, for
-    the workers' environment.
+    """Create the user's private compiler cache folders (torch inductor, Triton) and return the
+    variables that name them, for the workers' environment.
 
-    Variables that are already set in `environment` are left out. Returns an empty dict if no folder
-    can be created; raises RequestError if a folder is not private to the user.
+    Variables that are already set in `environment` are left out. Returns an empty dict if a folder
+    cannot be created; raises RequestError if a folder is a link, another user's or writable by
+    others.
     """
     try:
         return {
@@ -275,8 +282,9 @@ def name_run_cache_folders(folder: Path) -> dict[str, str]:
 
 
 def make_private_cache(environment: Mapping[str, str], name: str = "") -> Path:
-    """Create ~/.cache/steelyard (or below XDG_CACHE_HOME) and its subfolder `name` if missing, and
-    return the subfolder.
+    """Create ~/.cache/steelyard (or below an absolute XDG_CACHE_HOME) and its subfolder `name` if
+    missing, and return the subfolder, for `name` "" the folder itself. `environment` is where HOME
+    and XDG_CACHE_HOME are looked up.
 
     Raises RequestError if one of the two is a link, belongs to another user or can be written by
     others; OSError if it cannot be created.
@@ -290,27 +298,30 @@ def make_private_cache(environment: Mapping[str, str], name: str = "") -> Path:
 
 
 def _make_private_folder(folder: Path) -> None:
-    """Create a folder with mode 0700 if it is missing; raise RequestError if it is a link, belongs
-    to another user or can be written by others.
+    """Create a folder with mode 0700, and its parents, if it is missing; raise RequestError if it
+    is a link, belongs to another user or can be written by group or others, OSError if it cannot be
+    created.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     problems = {
         "is a link": stat.S_ISLNK(status.st_mode),
         f"belongs to user {status.st_uid}": status.st_uid != os.geteuid(),
-        "is one that others can write": bool(status.st_mode & 0o022),
+        "can be written by other users": bool(status.st_mode & 0o022),
     }
     for problem, holds in problems.items():
         if holds:
             raise RequestError(
-                f"the cache {str(folder)!r} {problem}: other users could change what is in it; remove"
+                f"the cache {str(folder)!r} {problem}: other users could change what is in it;"
+                " remove"
                 f" it, or {CACHE_HINT}"
             )
 
 
 class InterpreterFacts(FrozenModel):
-    """A Python in which workers run: its version, package versions, steelyard version and the hash
-    of its files (`package`), and which of the needed modules it lacks.
+    """A Python in which workers run: its version (`python`), package versions by name, the
+    `version` of its steelyard and the hash of its files (`package`), and which of the needed
+    modules it lacks. Printed as JSON by `main`, read by `inspect_interpreter`.
     """
 
     python: str
@@ -321,7 +332,9 @@ class InterpreterFacts(FrozenModel):
 
 
 def describe_this_interpreter(needs: Sequence[str]) -> InterpreterFacts:
-    """Describe the Python that runs this function; `needs` are the names of modules to look for."""
+    """Return the facts of the Python that runs this function; `needs` are the names of modules to
+    look for. Raises RequestError if a package around one fails to import.
+    """
     return InterpreterFacts(
         python=platform.python_version(),
         packages=list_package_versions(),
@@ -341,11 +354,12 @@ def find_missing_modules(needs: Sequence[str]) -> list[str]:
 def inspect_interpreter(
     path: str, needs: Sequence[str], variables: Mapping[str, str]
 ) -> InterpreterFacts:
-    """Start the Python at `path` in a process and return its description, if workers that need
-    these modules can run in it.
+    """Start the Python at `path` in a process and return its facts, if workers that need these
+    modules can run in it.
 
-    `variables` is its environment. Raises RequestError with one line if it does not start, fails,
-    does not answer within `INSPECT_S` seconds, has another steelyard, or lacks a module.
+    `variables` is its whole environment. Raises RequestError with one line if it cannot be started,
+    fails or runs out of memory, does not answer within `INSPECT_S` seconds, has another steelyard
+    (version or files), or lacks a module.
     """
     label = f"engine.python {path!r}"
     install = shlex.join([path, "-m", "pip", "install", f"steelyard=={__version__}"])
@@ -368,7 +382,7 @@ def inspect_interpreter(
             f"{label} does not answer within {INSPECT_S:g} s; name another Python"
         ) from error
     if completed.returncode:
-        why = (completed.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        why = (completed.stderr.strip().splitlines() or ["no output"])[-1]
         if completed.returncode == REFUSED:
             raise RequestError(f"{label}: {why}")
         if OUT_OF_MEMORY_LINE.match(why):
@@ -376,8 +390,8 @@ def inspect_interpreter(
                 f"{label} ran out of memory: {why}; {MORE_MEMORY_HINT}, then run again"
             )
         raise RequestError(
-            f"{label} ended with exit code {completed.returncode}: {why}; steelyard is installed there"
-            f" by: {install}"
+            f"{label} ended with exit code {completed.returncode}: {why}; install steelyard there:"
+            f" {install}"
         )
     try:
         interpreter = InterpreterFacts.model_validate_json(completed.stdout)
@@ -391,18 +405,20 @@ def inspect_interpreter(
 
 def _check_interpreter(interpreter: InterpreterFacts, label: str, install: str) -> None:
     """Raise RequestError if the other Python's steelyard differs from this one in version or files,
-    or if it lacks a module; `label` and `install` are the name and the install command for the
-    message.
+    or if it lacks a needed module. For the message, `label` names that Python, and `install` is the
+    command that installs steelyard there.
     """
     if interpreter.version != __version__:
         raise RequestError(
-            f"{label} has steelyard {interpreter.version}, here is {__version__}; install this version"
+            f"{label} has steelyard {interpreter.version}, here is {__version__}; install this"
+            " version"
             f" there: {install}"
         )
     if interpreter.package != hash_package():
         own_hash = hash_package()
         raise RequestError(
-            f"{label} has another steelyard {interpreter.version} (files {interpreter.package}, here {own_hash});"
+            f"{label} has another steelyard {interpreter.version} (files {interpreter.package},"
+            f" here {own_hash});"
             " install this one there"
         )
     if interpreter.lacking:
@@ -412,8 +428,9 @@ def _check_interpreter(interpreter: InterpreterFacts, label: str, install: str) 
 
 
 def main() -> None:
-    """Print the description of this Python, which looks for the modules named in the arguments, as
-    a line of JSON; on RequestError print its text to stderr and exit with code 65.
+    """Print the facts of this Python as a line of JSON on stdout, after looking for the modules
+    named in the arguments; on RequestError print its text to stderr and exit with code `REFUSED`
+    (65).
     """
     try:
         interpreter = describe_this_interpreter(sys.argv[1:])

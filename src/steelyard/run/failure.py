@@ -42,8 +42,8 @@ ILLEGAL_HINT = (
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run failed: a reason code, a sentence for the user, and the rank that caused it, if one
-    did.
+    """Why a run failed: a reason code, a sentence for the user, and the rank that caused it, None
+    if no rank did. It becomes the first reason of the record.
     """
 
     code: str
@@ -59,10 +59,10 @@ UNFINISHED = Failure(
 @dataclass
 class RankResults:
     """What all ranks left behind, by rank: the last readable rank file (`rank_files`), why a later
-    one cannot be read (`unreadable`), exits that the parent did not ask for, the end of stderr, and
-    the stack traces of a run that hung.
+    one cannot be read (`unreadable`), exits and suspensions that the parent did not ask for
+    (`exits`), the end of the output (`stderr_tails`), and the stack traces of a run that hung.
 
-    The session adds to it as messages arrive.
+    The session adds to it as messages arrive; `find_failure` judges it.
     """
 
     rank_files: "dict[int, RankFile]" = field(default_factory=dict)
@@ -78,8 +78,8 @@ class RankResults:
         return [self.rank_files[rank] for rank in sorted(self.rank_files)]
 
     def get_stderr_tail(self, rank: int | None) -> str:
-        """Return the end of a rank's stderr, or of all ranks' for None, at most `TAIL_CHARS`
-        characters; if there is none, what the agents printed.
+        """Return the end of a rank's output, or of all ranks' joined for None, at most `TAIL_CHARS`
+        characters; if there is none, what the agents printed, which may be empty.
         """
         text = (
             "\n".join(filter(None, self.stderr_tails.values()))
@@ -89,15 +89,15 @@ class RankResults:
         return (text or self.agent_output)[-TAIL_CHARS:]
 
     def get_exit_code(self, rank: int | None) -> int | None:
-        """Return the exit code of a rank that ended without being asked to; None for a rank that
-        did not, and for `rank` None.
+        """Return the exit code (negative: the signal) of a rank that ended without being asked to;
+        None for a rank that did not or is suspended, and for `rank` None.
         """
         ended = None if rank is None else self.exits.get(rank)
         return None if ended is None else ended.code
 
     def without_rank_files(self, error: Exception) -> "RankResults":
-        """Return a copy without the rank files, from which no record can be made because of
-        `error`; if the agents printed nothing, its traceback stands in their place.
+        """Return a copy of these results without the rank files, from which no record can be made
+        because of `error`; if `agent_output` is empty, it is the traceback of `error` in the copy.
         """
         output = self.agent_output or "".join(traceback.format_exception(error))
         return replace(self, rank_files={}, agent_output=output)
@@ -110,7 +110,8 @@ def find_failure(
     rank for the text.
 
     Later failures are usually consequences: a rank that loses its peer raises a connection error,
-    and ranks that we end report `ended`. Rules, in this order; the first that applies decides:
+    and ranks that we end report `ended`. Rules, in this order; the first that applies decides, and
+    within one the earliest rank, or the lowest where no time is known:
 
     1. A worker is suspended by a signal: `stopped`.
     2. A rank raised, and not because a peer died: the status in its rank file.
@@ -126,7 +127,7 @@ def find_failure(
         rank = min(suspended, key=lambda ended: ended.time_s).rank
         return Failure(
             "stopped",
-            f"{format_rank(rank)} was stopped by a signal, and nothing let it go on",
+            f"{format_rank(rank)} was suspended by a signal and not resumed",
             rank,
         )
 
@@ -160,7 +161,7 @@ def find_failure(
     if results.unreadable:
         rank, why = min(results.unreadable.items())
         return Failure(
-            "malformed", f"{format_rank(rank)} left a result that cannot be read: {why}", rank
+            "malformed", f"{format_rank(rank)} wrote a rank file that cannot be read: {why}", rank
         )
 
     finished = {rank_file.rank for rank_file in rank_files if rank_file.status == "done"}
@@ -175,12 +176,12 @@ def find_failure(
             ended, format_rank(ended.rank), results.stderr_tails.get(ended.rank, "")
         )
     rank = (silent or sorted(set(range(world_size)) - finished) or [0])[0]
-    return Failure("killed", f"{format_rank(rank)} left no result; exit code 0", rank)
+    return Failure("killed", f"{format_rank(rank)} wrote no result; exit code 0", rank)
 
 
 def _is_peer_lost(error: str) -> bool:
     """Return whether an error text shows that a peer was lost, which is a consequence and not the
-    cause: it names a connection error or a collective library.
+    cause: it names a connection error or a library for collectives, in any case of letters.
     """
     libraries = accelerators.collect_names(lambda row: filter(None, [row.collectives]))
     return (
@@ -191,8 +192,12 @@ def _is_peer_lost(error: str) -> bool:
 
 def _explain_exit(ended: "WorkerEnded", rank_name: str, stderr_tail: str) -> Failure:
     """Return the failure of a worker that died, from its exit code and the end of its stderr,
-    without guessing who sent a signal; the first rule that holds decides its code, else it is
-    `killed`.
+    without guessing who sent a signal.
+
+    The first that holds: exit code 74, `disk_full`; SIGILL, `illegal_instruction`; stderr names a
+    full disk, and no signal, `disk_full`; its last line is about memory, and no signal but SIGABRT,
+    `out_of_memory`; else `killed`, after SIGKILL with the kernel's OOM kills in the text.
+    `rank_name` is for the text.
     """
     code, by_signal = ended.code, ended.code is not None and ended.code < 0
     no_space_text = next((text for text in NO_SPACE if text in stderr_tail), None)
@@ -201,17 +206,19 @@ def _explain_exit(ended: "WorkerEnded", rank_name: str, stderr_tail: str) -> Fai
     how = (
         f"{rank_name} was ended by {format_signal(-(code or 0))}"
         if by_signal
-        else f"{rank_name} left no result; exit code {code}"
+        else f"{rank_name} wrote no result; exit code {code}"
     )
     says = f"{how}, and its stderr says: "
     for_memory = (
-        f"the kernel ended {ended.oom_kills} process(es) of its control group for lack of memory"
+        f"the kernel killed {ended.oom_kills} process(es) of its control group because memory ran"
+        " out"
     )
     rules = (
         (
             code == DISK_FULL,
             "disk_full",
-            f"{rank_name} could write no result: no space is left on its disk; TMPDIR names another",
+            f"{rank_name} could not write its result: the disk is full; set TMPDIR to a folder on"
+            " another disk",
         ),
         (code == -signal.SIGILL, "illegal_instruction", f"{how}: {ILLEGAL_HINT}"),
         (no_space_text is not None and not by_signal, "disk_full", f"{says}{no_space_text}"),
@@ -229,8 +236,9 @@ def _explain_exit(ended: "WorkerEnded", rank_name: str, stderr_tail: str) -> Fai
 
 
 def _find_differing_data(rank_files: "list[RankFile]") -> Failure | None:
-    """Return the failure `data_differ` for the first rank that read other data than the lowest
-    rank, as hosts with their own files may; None if all read the same.
+    """Return the failure `data_differ` for the first rank whose data's fingerprint is another than
+    that of the lowest rank that read any, as with hosts that have their own files; None if all read
+    the same. Rank files are in the order of ranks.
     """
     fingerprints = [
         (rank_file.rank, rank_file.data.fingerprint)
@@ -240,7 +248,8 @@ def _find_differing_data(rank_files: "list[RankFile]") -> Failure | None:
     for rank, fingerprint in fingerprints:
         if fingerprint != fingerprints[0][1]:
             text = (
-                f"rank {rank} read other data than rank {fingerprints[0][0]}; give all hosts the same"
+                f"rank {rank} read other data than rank {fingerprints[0][0]}; give all hosts the"
+                " same"
                 " files"
             )
             return Failure("data_differ", text, rank)
@@ -249,10 +258,11 @@ def _find_differing_data(rank_files: "list[RankFile]") -> Failure | None:
 
 def explain_assembly_error(failure: Failure | None, error: Exception) -> Failure:
     """Return the failure of a run from whose rank files no record can be made because of `error`:
-    `malformed`, or `failure` with its text extended if the run had failed anyway.
+    `malformed` with the error's text (cut to `WHY_CHARS`) if the run had not failed, else `failure`
+    with its code and rank and that text added.
     """
     why = " ".join("".join(traceback.format_exception_only(error)).split())
-    text = f"what the ranks left cannot be put together: {why[:WHY_CHARS]}"
+    text = f"no record can be assembled from the rank files: {why[:WHY_CHARS]}"
     return (
         Failure("malformed", text)
         if failure is None
@@ -261,6 +271,8 @@ def explain_assembly_error(failure: Failure | None, error: Exception) -> Failure
 
 
 def format_signal(number: int) -> str:
-    """Return the name of a signal number, such as SIGTERM, or `signal N` for an unknown one."""
+    """Return the name of a signal number, such as SIGTERM, or `signal N` for one that Python does
+    not know.
+    """
     names = {known_signal.value: known_signal.name for known_signal in signal.Signals}
     return names.get(number, f"signal {number}")

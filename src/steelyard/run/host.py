@@ -242,11 +242,10 @@ def _identify_machine() -> str:
     namespace and host name. Containers with their own network count as hosts of their own.
     """
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    parts = (
-        [boot.read_text().strip(), str(network.readlink())]
-        if boot.exists() and network.exists()
-        else []
-    )
+    try:
+        parts = [boot.read_text().strip(), str(network.readlink())]
+    except OSError:  # missing, or hidden from this user
+        parts = []
     return " ".join([*parts, socket.gethostname()])
 
 
@@ -269,7 +268,8 @@ def _choose_interface(open_message: OpenMessage) -> str:
         if any(candidate.address.partition("%")[0] == own_address for candidate in addresses):
             return name
     raise RequestError(
-        f"no interface has the address {own_address}, which leads to {open_message.peer}; name one in the site"
+        f"no interface has the address {own_address}, which leads to {open_message.peer}; name one"
+        " in the site"
         " file"
     )
 

@@ -59,7 +59,7 @@ WaitCallback = Callable[[float], None]  # called with the seconds waited in the 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Hosts that a scheduler has allocated, and the id of its job."""
+    """Hosts that Slurm has allocated, by name and in its order, and the id of its job."""
 
     job: str
     hosts: tuple[str, ...]
@@ -68,7 +68,7 @@ class Allocation:
 @dataclass(frozen=True)
 class Launcher:
     """A way to start node agents. `command(site, host, allocation)` returns the command line that
-    starts an agent on a host.
+    starts an agent on a host, which then talks over its stdin and stdout; it starts nothing itself.
 
     `remote`: agents run on other hosts, or may. `scheduler`: hosts come from a scheduler's
     allocation; without it, from the site file or, for a local launcher, this host.
@@ -93,14 +93,17 @@ def make_ssh_command(site: Site, host: str, allocation: Allocation | None = None
 
 
 def make_srun_command(site: Site, host: str, allocation: Allocation | None = None) -> list[str]:
-    """Return the command line that starts an agent on one host of a Slurm allocation."""
+    """Return the srun command line that starts an agent on one host of a Slurm allocation; without
+    `allocation`, of the job that this process runs in.
+    """
     job = [f"--jobid={allocation.job}"] if allocation is not None else []
     return ["srun", *job, *SRUN_OPTIONS, f"--nodelist={host}", *_make_agent_command(site, host)]
 
 
 def make_salloc_command(site: Site, nodes: int) -> list[str]:
-    """Return the command line that allocates nodes with the site's Slurm settings, prints the job
-    id, and holds the allocation until its stdin is closed.
+    """Return the salloc command line that allocates `nodes` nodes with the site's Slurm settings
+    (those that are set, then its extra options), prints the job id as one line, and holds the
+    allocation until its stdin is closed.
     """
     slurm = site.slurm
     settings = {
@@ -121,8 +124,8 @@ def make_salloc_command(site: Site, nodes: int) -> list[str]:
 
 
 def _make_agent_command(site: Site, host: str) -> list[str]:
-    """Return the agent's command line on a host: with the site's Python there, and run by `sh`
-    after the site's prologue lines if it has any.
+    """Return the agent's command line on a host, as separate words: with the site's Python there,
+    and run by `sh` after the site's prologue lines if it has any. Nothing is started.
     """
     command = [site.choose_python(host), *AGENT_ARGUMENTS]
     prologue = site.choose_prologue(host)
@@ -130,8 +133,8 @@ def _make_agent_command(site: Site, host: str) -> list[str]:
 
 
 def load_launchers() -> dict[str, Launcher]:
-    """Return all launchers by name: local, ssh, slurm and those of other packages; raise
-    RequestError if two have one name.
+    """Return all launchers by name: local, ssh, slurm and those of other packages (entry points
+    `steelyard.launchers`); raise RequestError if two have one name or one is no Launcher.
     """
     shipped = [
         Launcher("local", make_local_command, remote=False),
@@ -145,15 +148,15 @@ def get_launcher(name: str) -> Launcher:
     """Return the launcher of this name; raise RequestError with the known ones if there is none."""
     launchers = load_launchers()
     if name not in launchers:
-        raise RequestError(f"--launcher {name!r} is not known; known: {', '.join(launchers)}")
+        raise RequestError(f"--launcher {name!r} is not known; allowed: {', '.join(launchers)}")
     return launchers[name]
 
 
 def choose_hosts(
     launcher: Launcher, site: Site, nodes: int, allocation: Allocation | None = None
 ) -> list[str]:
-    """Return the names of the hosts of a run, in the order of their ranks: `localhost`, or the
-    first `nodes` hosts of the allocation or the site file.
+    """Return the names of the hosts of a run, in the order of their ranks: `localhost` for a local
+    launcher, else the first `nodes` hosts of the allocation or, without one, of the site file.
 
     Raises RequestError for several nodes with a local launcher, for a host listed twice, and for
     more nodes than hosts.
@@ -184,11 +187,13 @@ def choose_hosts(
 def hold_allocation(
     site: Site, nodes: int, show_wait: WaitCallback | None = None
 ) -> Iterator[Allocation]:
-    """Provide Slurm's allocation for a `with` block: the one this process runs in, or a new one,
-    which is released at the end of the block or when this process dies.
+    """Provide Slurm's allocation for a `with` block: the one this process runs in, which is left
+    alone, or a new one of `nodes` nodes by salloc, which is released at the end of the block or
+    when this process dies.
 
     Waits in the queue without a limit; `show_wait` is called repeatedly with the seconds waited.
-    Raises RequestError if salloc is missing, fails, or prints no job id.
+    Raises RequestError if salloc is missing, fails, or prints no job id, or Slurm does not list the
+    hosts. Interrupts are ignored during the release.
     """
     current = find_current_allocation(os.environ)
     if current is not None:
@@ -224,8 +229,9 @@ def hold_allocation(
 
 
 def find_current_allocation(environment: Mapping[str, str]) -> Allocation | None:
-    """Return the Slurm allocation that these environment variables name, or None outside of one;
-    raises RequestError if scontrol does not list its hosts.
+    """Return the Slurm allocation that SLURM_JOB_ID and SLURM_JOB_NODELIST of these variables name,
+    or None if one of them is unset or empty; raises RequestError if scontrol does not list its
+    hosts.
     """
     job = environment.get("SLURM_JOB_ID")
     nodes = environment.get("SLURM_JOB_NODELIST")
@@ -233,8 +239,9 @@ def find_current_allocation(environment: Mapping[str, str]) -> Allocation | None
 
 
 def ask_job_state(job: str) -> str | None:
-    """Return Slurm's word for the state of a job, such as RUNNING; `GONE` if it no longer knows the
-    job, None if it does not answer.
+    """Ask squeue for the state of a job and return Slurm's word, such as RUNNING; `GONE` if it no
+    longer knows the job, None if it fails otherwise or does not answer within `STATE_S` seconds.
+    Nothing is raised.
     """
     try:
         return (
@@ -255,8 +262,12 @@ def ask_job_state(job: str) -> str | None:
 def _wait_for_job(
     process: subprocess.Popen[bytes], stderr_file: IO[bytes], show_wait: WaitCallback | None
 ) -> str:
-    """Wait until salloc prints the id of the job, and return it; raise RequestError with the end of
-    its stderr (the file `stderr_file`) if it ends before, or the id is no number.
+    """Wait, without a limit, until salloc prints the id of the job as a line, and return it;
+    `show_wait` is called with the seconds waited every `POLL_S`. Sets the process's stdout
+    non-blocking.
+
+    Raises RequestError with the end of its stderr (the file `stderr_file`) if it ends before, or if
+    the id is no number; TypeError without a stdout pipe.
     """
     if process.stdout is None:
         raise TypeError("salloc without a pipe")
@@ -270,14 +281,15 @@ def _wait_for_job(
             stderr_file.seek(0)
             why = " ".join(stderr_file.read().decode("utf-8", "replace").split())[-500:]
             raise RequestError(
-                f"salloc gave no hosts (exit code {process.returncode}): {why}; see [slurm] in the"
+                f"salloc returned no hosts (exit code {process.returncode}): {why}; see [slurm] in"
+                " the"
                 " site file"
             )
         sleep(POLL_S)
     job = line.decode("ascii", "replace").strip()
     if not job.isdigit():
         raise RequestError(
-            f"salloc gave {job!r} for the number of a job; is salloc wrapped by a script of the"
+            f"salloc printed {job!r} instead of a job number; is salloc wrapped by a script of the"
             " site?"
         )
     return job
@@ -285,7 +297,8 @@ def _wait_for_job(
 
 def _release_allocation(process: subprocess.Popen[bytes], job: str | None) -> None:
     """Release an allocation and wait until salloc has ended: close its stdin, send SIGHUP after 2
-    s, SIGKILL after 10 s more. If salloc itself was killed, cancel the job by its id.
+    s, SIGKILL after 10 s more. If salloc had already ended, cancel `job` (None: there is none) by
+    its id; errors of that are ignored.
 
     No other signal comes first: one that arrives just when its command ends can leave salloc in an
     endless loop (22.05).
@@ -313,7 +326,8 @@ def _expand_host_names(node_list: str) -> tuple[str, ...]:
 
 def _run_slurm_command(*command: str, timeout_s: float = ANSWER_S) -> str:
     """Run a command of Slurm and return its stripped stdout; raise RequestError if it cannot be
-    started, fails, or takes longer than `timeout_s` seconds.
+    started, exits with an error (with its stderr as text), or takes longer than `timeout_s`
+    seconds.
     """
     try:
         completed = subprocess.run(

@@ -38,8 +38,9 @@ MARK_VARIABLE = "STEELYARD_RUN"  # set for all processes of a run, which are fou
 
 
 class WorkerProgress(FrozenModel):
-    """How far rank 0 is: `done` of `total` steps in a phase, both 0 where nothing is counted. Also
-    the content of the progress file.
+    """How far rank 0 is: `done` of `total` steps in a phase, which is a pass or a part of the
+    preparation, both 0 where nothing is counted. The content of the progress file, and of the
+    message `progress`.
     """
 
     phase: str
@@ -48,8 +49,9 @@ class WorkerProgress(FrozenModel):
 
 
 class Rendezvous(FrozenModel):
-    """Where ranks meet: a `file` on one host, an `address` with `port` on several. Rank 0 serves
-    the socket `listen_fd`, which is already bound to the interface of the site.
+    """Where the ranks of a run meet: a `file` if all are on one host, else rank 0's `address` and
+    `port`. Only rank 0 has `listen_fd`, an inherited socket that already listens there, on the
+    interface of the site.
     """
 
     file: Path | None = None
@@ -59,44 +61,59 @@ class Rendezvous(FrozenModel):
 
 
 class HostSpec(FrozenModel):
-    """What the node agent of a host adds to the spec of its workers."""
+    """What the node agent of a host adds to the spec file of its workers: shared folder, start of
+    the run on this host's clock, and rendezvous. It is the same for all workers of the host, so the
+    rank is not in it.
+    """
 
-    folder: Path = Field(description="where workers leave their rank files; absolute")
+    folder: Path = Field(description="folder into which workers write their rank files; absolute")
     origin_s: float = Field(description="the start of the run on this host's monotonic clock")
-    rendezvous: Rendezvous | None = Field(None, description="None: the only rank")
+    rendezvous: Rendezvous | None = Field(
+        None, description="where ranks meet; None: there is one rank"
+    )
 
 
 class ProtocolMessage(FrozenModel):
-    """A message of the protocol: `kind` says which, `token` of which run."""
+    """The base of all messages between parent and node agent: `token` says of which run it is; each
+    subclass has a `kind`, its name in the JSON line.
+    """
 
     token: str
 
 
 class OpenMessage(ProtocolMessage):
-    """The first message: what the run will need of this host, which the agent checks and answers
-    with `hello`. The session sets `token`, `mark` and `peer`.
+    """The parent's first message: what the run will need of this host (devices, modules, paths,
+    matmul precision, variables), which the agent looks up and answers with `hello`. The session
+    sets `token`, `mark` and `peer`. `silence_s`: seconds without a message after which the agent
+    takes the parent for gone.
     """
 
     kind: Literal["open"] = "open"
     token: str = ""
     protocol: int = PROTOCOL
-    mark: str = Field("", description="of all that is started on this host")
+    mark: str = Field(
+        "", description="value of the variable that marks every process of the run on this host"
+    )
     accelerator: str | None
     devices: int
     matmul: str
     interface: str | None = Field(
-        description="for what ranks send each other; None: that of the route to `peer`"
+        description="network interface between ranks; None: that of the route to `peer`"
     )
     peer: str | None = Field(
-        None, description="another host of the run; None where this is the only one"
+        None, description="name of another host of the run; None: there is one host"
     )
-    environment: dict[str, str] = Field(description="of the site, for the agent and its workers")
-    variables: dict[str, str] = Field(description="of the run, for its workers")
+    environment: dict[str, str] = Field(
+        description="variables of the site file, for the agent and its workers"
+    )
+    variables: dict[str, str] = Field(description="variables of the run, for its workers")
     needs: list[str] = Field(description="modules that must be installed")
     python: str | None = Field(
         None, description="the interpreter of the workers; None: the agent's own"
     )
-    paths: list[list[str]] = Field(description="what must be there, each under one of its names")
+    paths: list[list[str]] = Field(
+        description="files or folders that must exist, each under one of its alternative paths"
+    )
     silence_s: float = SILENCE_S
 
 
@@ -111,19 +128,21 @@ class ReachMessage(ProtocolMessage):
 
 
 class StartMessage(ProtocolMessage):
-    """Asks the agent to start the ranks of its host. The session sets all but `run`, `worker`,
-    `world` and `workers`.
+    """Asks the agent to start the ranks of its host, `workers` processes from rank `first_rank` on,
+    of `world` in the run. The session sets `token`, `first_rank`, `origin_s`, and `address` and
+    `port`, where rank 0 is met (None on a single host).
     """
 
     kind: Literal["start"] = "start"
     token: str = ""
     run: dict[str, Any] = Field(
-        description="of a worker's spec; the agent passes it on as it is, and the workers read it"
+        description="part `run` of the workers' spec file; the agent passes it on unchanged"
     )
     first_rank: int = 0
     world: int
     workers: int = Field(
-        1, description="of each host: one a device, or one for a program that drives them all"
+        1,
+        description="processes per host: one per device, or one that drives all devices",
     )
     worker: Literal["steelyard.run.worker", "steelyard.run.ceilings_worker"] = Field(
         "steelyard.run.worker", description="the module of the workers; it reads `run`"
@@ -141,15 +160,18 @@ class PingMessage(ProtocolMessage):
 
 
 class StopMessage(ProtocolMessage):
-    """Asks the agent to end its workers; with `stacks`, after each has written where it is."""
+    """Asks the agent to end its workers and itself; with `stacks`, after each worker has written
+    its stack traces. Answered by `bye`.
+    """
 
     kind: Literal["stop"] = "stop"
     stacks: bool = False
 
 
 class SweepMessage(ProtocolMessage):
-    """Asks a new agent to end the processes and remove the folder that an agent that died left
-    behind, found by `mark`.
+    """Asks a new agent, as its first message, to end the processes and remove the folders that a
+    lost agent left behind, found by `mark`, after setting the variables of `environment`; answered
+    by `bye`.
     """
 
     kind: Literal["sweep"] = "sweep"
@@ -158,7 +180,9 @@ class SweepMessage(ProtocolMessage):
 
 
 class FoundDevice(FrozenModel):
-    """A device as its driver shows it; `busy` says which other run uses it, None if none does."""
+    """A device of a host as its driver shows it, with memory in bytes (None: unknown); `busy` says
+    as text which other run uses it, None if none does or this run does not need it.
+    """
 
     name: str
     uuid: str | None
@@ -168,7 +192,11 @@ class FoundDevice(FrozenModel):
 
 
 class HelloMessage(ProtocolMessage):
-    """The agent's answer to `open`: what this host has, or in `problem` why it cannot take part."""
+    """The agent's answer to `open`: what this host has (devices, software, state, package hash),
+    what it lacks, and in `problem` why it cannot take part, None if nothing is wrong. `address` and
+    `port` are where its socket listens, None on a single host. The parent judges it in
+    run/preflight.py.
+    """
 
     kind: Literal["hello"] = "hello"
     protocol: int
@@ -176,16 +204,18 @@ class HelloMessage(ProtocolMessage):
     machine: str = Field(description="the same for two names of one machine")
     version: str
     package: str = Field(description="hash of this package's files")
-    folder: str = Field(description="where the package lies")
-    python: str = Field(description="the interpreter")
+    folder: str = Field(description="folder of the package")
+    python: str = Field(description="path of the interpreter")
     accelerator: str
     divisible: bool = Field(description="several ranks may share a device")
-    most: int = Field(description="ranks that the devices can serve")
-    devices: list[FoundDevice] = Field(description="all that were found, those in use first")
+    most: int = Field(description="highest number of ranks that the devices allow")
+    devices: list[FoundDevice] = Field(
+        description="all devices of the host, those that the run uses first"
+    )
     environment: Environment
     state: HostState | None = None
-    lacking: list[str] = Field(description="of the modules that are needed")
-    missing: list[int] = Field(description="which of the paths are not there")
+    lacking: list[str] = Field(description="modules of `needs` that are not installed")
+    missing: list[int] = Field(description="indices of `paths` that do not exist")
     address: str | None
     interface: str | None
     port: int | None
@@ -193,24 +223,30 @@ class HelloMessage(ProtocolMessage):
 
 
 class ReachedMessage(ProtocolMessage):
-    """The agent's answer to `reach`: None, or why the address cannot be reached."""
+    """The agent's answer to `reach`: `problem` is None if the address was reached, else the error's
+    text.
+    """
 
     kind: Literal["reached"] = "reached"
     problem: str | None
 
 
 class StartedMessage(ProtocolMessage):
-    """Says that the ranks of the host were started, with their process ids."""
+    """Says that the workers of the host were started, with their process ids in the order of their
+    ranks.
+    """
 
     kind: Literal["started"] = "started"
     pids: list[int]
 
 
 class PongMessage(ProtocolMessage):
-    """The agent's answer to a ping, with its own monotonic clock."""
+    """The agent's answer to a ping, with its own monotonic clock in seconds, from which the parent
+    estimates how far apart the clocks are.
+    """
 
     kind: Literal["pong"] = "pong"
-    sent_s: float = Field(description="as the ping said")
+    sent_s: float = Field(description="`sent_s` of the ping")
     at_s: float = Field(description="this host's clock")
 
 
@@ -221,8 +257,10 @@ class ProgressMessage(ProtocolMessage, WorkerProgress):
 
 
 class TelemetryMessage(ProtocolMessage):
-    """New telemetry readings of one device, as columns. A longer period than before says that the
-    sampler slowed down, and that every second row so far is to be dropped.
+    """New telemetry readings of one device since the last message, as columns by name, with `t_s`
+    since the start of the run. A longer `period_s` than before says that the sampler slowed down,
+    and that every second row so far is to be dropped. `severity` says how much each slowdown reason
+    matters.
     """
 
     kind: Literal["telemetry"] = "telemetry"
@@ -233,21 +271,23 @@ class TelemetryMessage(ProtocolMessage):
 
 
 class LoadMessage(ProtocolMessage):
-    """One reading of a host's CPU time, in seconds since a start that the kernel chooses."""
+    """One reading of a host's CPU time at `t_s`: running totals in seconds since a start that the
+    kernel chooses, so only differences between two readings mean something.
+    """
 
     kind: Literal["load"] = "load"
-    allowed: int = Field(description="cores, by affinity")
+    allowed: int = Field(description="cores that the affinity mask allows")
     quota: float | None = Field(description="cores that the control group allows; None: no limit")
-    t_s: float = Field(description="since the start of the run")
-    busy_s: float | None = Field(description="of the allowed cores, by whomever")
-    own_s: float = Field(description="of the run's processes on this host")
-    agent_s: float = Field(description="of these, the agent's")
-    group_s: float | None = Field(description="of the control group with the quota")
+    t_s: float = Field(description="seconds since the start of the run")
+    busy_s: float | None = Field(description="busy time of the allowed cores, by any process")
+    own_s: float = Field(description="CPU time of the run's processes on this host")
+    agent_s: float = Field(description="CPU time of the agent, a part of `own_s`")
+    group_s: float | None = Field(description="CPU time of the control group with the quota")
 
 
 class RankFileMessage(ProtocolMessage):
-    """The text of a rank file, finished or not, with its SHA-256; or in `problem` why it cannot be
-    read.
+    """The text of a rank file as it is now, finished or not, with its SHA-256; or in `problem` why
+    it cannot be read, with an empty text.
     """
 
     kind: Literal["rank"] = "rank"
@@ -258,31 +298,35 @@ class RankFileMessage(ProtocolMessage):
 
 
 class WorkerEnded(ProtocolMessage):
-    """Says that a worker exited, or that a signal such as SIGSTOP has suspended it for several
-    seconds.
+    """Says that a worker exited (`code`, negative for a signal), or that a signal such as SIGSTOP
+    has suspended it for several seconds (`suspended`; `code` is then None).
     """
 
     kind: Literal["exit"] = "exit"
     rank: int
     code: int | None
-    time_s: float = Field(description="since the start of the run")
+    time_s: float = Field(description="seconds since the start of the run")
     suspended: bool = False
     oom_kills: int | None = Field(
-        None, description="processes of its control group that the kernel ended for lack of memory"
+        None,
+        description="processes of its control group that the kernel killed because memory ran out",
     )
 
 
 class ByeMessage(ProtocolMessage):
-    """The agent's last message: exit codes, stderr tails and stacks by rank."""
+    """The agent's last message: by rank the exit codes (None: still running), the ends of the
+    workers' output and, if asked for, their stack traces. Also the answer to `sweep`, where only
+    `ended` is filled.
+    """
 
     kind: Literal["bye"] = "bye"
     exits: dict[int, int | None]
     stderr_tails: dict[int, str]
     stacks: dict[int, str] = Field(default_factory=dict)
-    ended: int = Field(0, description="processes that had to be ended")
+    ended: int = Field(0, description="number of processes that had to be ended")
     failure: Failure | None = Field(
         None,
-        description="why the agent ended by itself; None: all workers ended, or the parent said so",
+        description="why the agent ended by itself; None: workers ended, or the parent stopped it",
     )
 
 
@@ -325,7 +369,9 @@ TO_PARENT: TypeAdapter[
 
 
 class MessageError(Exception):
-    """A line that is no message of this run."""
+    """Raised for a line that is no message of this run: too long, no JSON, without the token, or of
+    a kind that is not expected now.
+    """
 
 
 class UnknownMessageError(MessageError):
@@ -357,8 +403,8 @@ def encode_message(message: ProtocolMessage) -> bytes:
 def make_rank_file_message(
     token: str, rank: int, text: str, problem: str | None = None
 ) -> RankFileMessage:
-    """Return the message that carries the text of a rank file with its SHA-256, or the `problem`
-    why it cannot be read.
+    """Return the message that carries the text of a rank file with the SHA-256 of its UTF-8 bytes,
+    or the `problem` why it cannot be read (`text` is then empty).
     """
     return RankFileMessage(
         token=token,
@@ -375,26 +421,28 @@ def is_intact(message: RankFileMessage) -> bool:
 
 
 def decode_message(line: bytes, adapter: TypeAdapter[Any], token: str | None) -> Any:
-    """Parse a line and return its message, of the types that `adapter` allows.
+    """Parse a JSON line and return its message, of the types that `adapter` (TO_AGENT or TO_PARENT)
+    allows.
 
-    Raises MessageError if the line is too long, no JSON, or has no token or another than `token`
-    (None accepts any: the first message brings it), and UnknownMessageError if the message does not
-    validate.
+    Raises MessageError if the line is longer than `MAX_LINE_BYTES`, no JSON, or has no token or
+    another than `token` (None accepts any: the first message brings it), and UnknownMessageError if
+    the message does not validate, as one of another version.
     """
     if len(line) > MAX_LINE_BYTES:
         raise MessageError(f"a line of more than {MAX_LINE_BYTES} bytes")
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise MessageError(f"no JSON: {error}") from error
+        raise MessageError(f"not JSON: {error}") from error
     line_token = fields.get("token") if isinstance(fields, dict) else None
     if not isinstance(line_token, str) or (
         token is not None and not hmac.compare_digest(line_token, token)
     ):
-        raise MessageError("no message of this run: another token, or none")
+        raise MessageError("not a message of this run: the token is wrong or missing")
     try:
         return adapter.validate_python(fields)
     except ValidationError as error:
         raise UnknownMessageError(
-            f"steelyard {__version__} does not understand a message: {describe_first_problem(error)}"
+            f"steelyard {__version__} does not understand a message:"
+            f" {describe_first_problem(error)}"
         ) from error

@@ -47,9 +47,9 @@ PARENT_GONE = Failure("parent_gone", "the parent is gone")
 
 
 class AgentExit(Exception):  # noqa: N818  no error: the way out of the loop
-    """Raised to leave the agent's loop. `failure` says why the agent ends by itself; it is None if
-    all workers ended or the parent asked for it. `with_stacks`: workers write their stacks before
-    they are ended.
+    """Raised to leave the loop of the node agent. `failure` says why the agent ends by itself; it
+    is None if all workers ended or the parent asked for it. `with_stacks`: workers write their
+    stacks before they are ended.
     """
 
     def __init__(self, failure: Failure | None = None, with_stacks: bool = False) -> None:
@@ -58,10 +58,12 @@ class AgentExit(Exception):  # noqa: N818  no error: the way out of the loop
 
 
 class MessageSender:
-    """Sends messages to the parent from a thread of its own.
+    """Sends the node agent's messages to the parent from a thread of its own: `send` queues one,
+    `flush` waits at the end.
 
     A parent that is suspended, or behind a broken network, reads nothing more once the pipe is
-    full, and the agent must not block on it. `is_connected` becomes False when the pipe is broken.
+    full, and the agent must not block on it. `is_connected` becomes False when the pipe is broken;
+    messages are then lost without an error.
     """
 
     def __init__(self, out: BinaryIO) -> None:
@@ -77,8 +79,8 @@ class MessageSender:
         self._lines.put(messages.encode_message(message))
 
     def _write_lines(self) -> None:
-        """Write queued lines until None is queued; on a write error set `is_connected` to False and
-        end.
+        """Write the queued lines to the parent, flushing each, until None is queued; on a write
+        error set `is_connected` to False and end without raising. Runs in the thread.
         """
         try:
             while (line := self._lines.get()) is not None:
@@ -88,18 +90,20 @@ class MessageSender:
             self.is_connected = False
 
     def flush(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` seconds until all queued messages are written; no message may
-        follow.
+        """End the sending thread once all queued messages are written, and wait up to `timeout_s`
+        seconds for it; returns also if they are not. Messages queued later are never written.
         """
         self._lines.put(None)
         self._thread.join(timeout_s)
 
 
 class NodeAgent:
-    """The loop of the node agent: handles the parent's messages and forwards news of the ranks.
+    """The loop of the node agent, `run`: handles the parent's messages, starts the ranks of this
+    host, and forwards news of them.
 
-    `lines` are the parent's lines, None after the last. The agent ends if no message comes for
-    `silence_s` seconds of the `open` message (60 s before it).
+    `lines` are the parent's lines, None after the last; answers go out by `sender`. The agent ends
+    when all workers ended, at `stop` or `sweep`, at a signal, and if no message comes for
+    `silence_s` seconds of the `open` message (`OPEN_S` before it) or the pipe is broken.
     """
 
     def __init__(self, lines: "queue.SimpleQueue[bytes | None]", sender: MessageSender) -> None:
@@ -113,11 +117,12 @@ class NodeAgent:
         self._signal: int | None = None
 
     def run(self) -> None:
-        """Handle messages until the agent is to end, then end all workers, send what they left, and
-        return.
+        """Handle the parent's messages until the agent is to end, then end all workers, send what
+        they left and `bye`, wait up to `FLUSH_S` seconds until that is written, and return.
 
-        Installs handlers for SIGTERM, SIGINT and SIGHUP, which end the agent. MessageError is
-        passed on to the caller.
+        Installs handlers for SIGTERM, SIGINT and SIGHUP, which end the agent. If memory runs out
+        here, `bye` has the failure `out_of_memory`. MessageError (a line that is no message, or
+        came at the wrong time) is raised, and then nothing is ended here.
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._remember_signal)
@@ -138,8 +143,9 @@ class NodeAgent:
         self._signal = number
 
     def _handle_next_message(self) -> None:
-        """Handle one message of the parent, or wait a moment for it; raise AgentExit if the parent
-        is gone or silent, or a signal came.
+        """Wait up to `POLL_S` seconds for a message of the parent and carry it out. Raise AgentExit
+        if the parent's lines have ended, the pipe to it is broken, a signal came, or the parent was
+        silent too long; MessageError for a line that is no message.
         """
         with suppress(queue.Empty):
             line = self._lines.get(timeout=POLL_S)
@@ -156,14 +162,16 @@ class NodeAgent:
             )
         if now() - self._last_message_s > self._silence_s:
             raise AgentExit(
-                Failure(
-                    "parent_silent", f"nothing was heard of the parent for {self._silence_s:g} s"
-                )
+                Failure("parent_silent", f"no message from the parent for {self._silence_s:g} s")
             )
 
     def _handle_message(self, message: Any) -> None:
-        """Carry out one message of the parent and queue its answer; raise AgentExit for `stop` and
-        `sweep`, MessageError for a message that is not expected in this state.
+        """Carry out one message of the parent and queue its answer: `open` creates the Host and is
+        answered by `hello`, `ping` by `pong`, `reach` by `reached`; `start` starts the ranks.
+
+        `sweep`, instead of `open`, ends what a lost agent left, is answered by `bye`, and raises
+        AgentExit, as `stop` does. Raises MessageError for a message that is not expected in this
+        state.
         """
         match message:
             case OpenMessage() if self._host is None:
@@ -195,11 +203,12 @@ class NodeAgent:
             case StopMessage():
                 raise AgentExit(with_stacks=message.stacks)
             case _:
-                raise MessageError(f"{message.kind} was not expected now")
+                raise MessageError(f"unexpected message {message.kind} in this state")
 
     def _start_ranks(self, host: Host, start: StartMessage) -> None:
-        """Start the ranks and queue the messages about it; raise AgentExit with the reason if the
-        system cannot start them.
+        """Start the ranks of this host, keep them in `_ranks`, and queue the messages about it (CPU
+        load, `started`); raise AgentExit with the failure `out_of_memory`, `disk_full` or
+        `not_started` if the system cannot start them.
         """
         try:
             self._ranks = HostRanks(host, start)
@@ -210,8 +219,8 @@ class NodeAgent:
             raise AgentExit(_explain_start_error(error)) from error
 
     def _forward_news(self) -> None:
-        """Forward new progress, readings, rank files and exits; raise AgentExit if all workers have
-        ended.
+        """Queue the new progress, readings, rank files and exits of this host's workers for the
+        parent; raise AgentExit if all workers have exited. Does nothing before they are started.
         """
         if self._ranks is None:
             return
@@ -221,7 +230,10 @@ class NodeAgent:
             raise AgentExit
 
     def _end_ranks(self, failure: Failure | None, with_stacks: bool = False) -> None:
-        """End all workers, queue what they left, and the `bye` message with `failure`."""
+        """End all workers of this host and queue what they left, last the `bye` message with
+        `failure`. Without workers queue only `bye`, and nothing if no `open` came and there is no
+        failure, as after a sweep.
+        """
         if self._ranks is not None:
             for message in self._ranks.finish(failure, with_stacks):
                 self._sender.send(message)
@@ -232,8 +244,8 @@ class NodeAgent:
 
 
 def _explain_start_error(error: OSError | RuntimeError | MemoryError) -> Failure:
-    """Return the failure for ranks that could not be started: `out_of_memory`, `disk_full` or
-    `not_started`.
+    """Return the failure for ranks that could not be started: `out_of_memory` if memory ran out,
+    `disk_full` for a full disk, else `not_started`, with the system's text and a hint.
     """
     if is_out_of_memory(error):
         return Failure(
@@ -242,12 +254,14 @@ def _explain_start_error(error: OSError | RuntimeError | MemoryError) -> Failure
         )
     why = f"the ranks could not be started: {getattr(error, 'strerror', None) or error}"
     if isinstance(error, OSError) and error.errno in files.DISK_FULL_ERRNOS:
-        return Failure("disk_full", f"{why}; TMPDIR names another folder")
+        return Failure("disk_full", f"{why}; set TMPDIR to another folder")
     return Failure("not_started", why)
 
 
 def _try_connection(message: ReachMessage) -> str | None:
-    """Try a TCP connection to the address of a `reach` message; return None or the error text."""
+    """Try a TCP connection to address and port of a `reach` message for up to `REACH_S` seconds,
+    and close it; return None if it works, else the error's text.
+    """
     try:
         socket.create_connection((message.address, message.port), REACH_S).close()
     except OSError as error:
@@ -271,8 +285,9 @@ def _read_parent_lines(stream: BinaryIO, lines: "queue.SimpleQueue[bytes | None]
 
 
 def _exit_without_memory(failed: threading.ExceptHookArgs) -> None:
-    """Print the exception that a thread raised and, if memory ran out, exit the process with code
-    1: without that thread the agent would fall silent without a reason.
+    """Handle an exception that a thread raised (as threading.excepthook): print it to stderr and,
+    if it is a MemoryError, exit the process with code 1, because without that thread the agent
+    would fall silent without a reason.
     """
     threading.__excepthook__(failed)
     if issubclass(failed.exc_type, MemoryError):
@@ -281,11 +296,12 @@ def _exit_without_memory(failed: threading.ExceptHookArgs) -> None:
 
 
 def main() -> None:
-    """Run the node agent on stdin and stdout and exit the process: code 0, or 2 after a line that
-    is no message.
+    """Run the node agent on stdin and stdout and exit the process: code 0, or 2, with the error on
+    stderr, after a line that is no message.
 
-    Stdout is replaced by stderr for everything else, so that what a plug-in prints is not read as a
-    message, and stdin by /dev/null.
+    For everything else, stdout is replaced by stderr, so that what a plug-in prints is not read as
+    a message, and stdin by /dev/null. Orphaned descendants become children of this process; SIGCONT
+    comes when its parent dies; a thread without memory ends the process.
     """
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a plug-in prints must not be read as a message

@@ -1,8 +1,8 @@
 """The parent's side of a run: start agents and workers through a session, and write the record of
 whatever came of it.
 
-Called by cli/execute_runs.py with a `CheckedRequest`. Uses run/session.py to run, run/preflight.py to check
-hosts, and run/assemble.py to make the record. It imports no framework.
+Called by cli/execute_runs.py with a `CheckedRequest`. Uses run/session.py to run, run/preflight.py
+to check hosts, and run/assemble.py to make the record. It imports no framework.
 """
 
 import re
@@ -60,25 +60,33 @@ def run_case(
     allocation: Allocation | None = None,
     warn: WarningCallback | None = None,
 ) -> tuple[Record, Path]:
-    """Run one case and write its record; return the record and its path.
+    """Run one case on its hosts, write its record into the output folder of the request, and return
+    the record and the path of its file.
 
-    A run that fails after its start also gives a record. What only a host or a worker finds wrong
-    with the request raises RequestError. `show_progress` is called with the progress, `warn` with
-    warnings; `allocation` are Slurm's hosts.
+    A run that fails, or is interrupted, after its hosts were checked also gives a record, with
+    status `failed`. Raises RequestError for what only a host or a worker finds wrong with the
+    request, KeyboardInterrupt for an interrupt before that, and LostError if the record cannot be
+    written. `show_progress` gets each `PhaseProgress`, `warn` each line of warning; `allocation`
+    are the hosts that Slurm gave.
     """
     return CaseRun(checked, allocation, warn).run_and_record(show_progress)
 
 
 class CaseRun:
-    """One run of a case, from its first agent to its record; it has a second attempt if the first
-    runs out of memory with sizes that were chosen automatically.
+    """One run of a case, from its first agent to its record: `run_and_record` does it all.
+
+    If a rank runs out of memory with sizes that were `auto`, there is a second attempt with smaller
+    ones in a new session; `checked` then holds the new sizes and `stepped_down` what was tried.
+    `hellos` are the hosts' answers by host name, `draft_path` the file of the unfinished record
+    (None: not written yet). Created by `run_case`.
     """
 
     def __init__(
         self, checked: CheckedRequest, allocation: Allocation | None, warn: WarningCallback | None
     ) -> None:
-        """Take the start time, id and name of the checkpoint folder of the run, and create its
-        session; start and write nothing.
+        """Take the start time, a random id and the name of the checkpoint folder of the run, and
+        create its session; start and write nothing. Raises RequestError if there are not enough
+        hosts.
         """
         self.checked, self.allocation, self.warn = checked, allocation, warn
         self.origin_s, self.created, self.id = now(), read_utc_time(), secrets.token_hex(16)
@@ -90,11 +98,13 @@ class CaseRun:
         self.session = Session(checked.launcher, checked.site, checked.plan.nodes, allocation)
 
     def run_and_record(self, show_progress: ProgressCallback | None) -> tuple[Record, Path]:
-        """Run the case, write the record into the output folder, and return it with its path.
+        """Run the case, in a second attempt with smaller sizes if memory ran out, write the record
+        into the output folder, and return it with its path.
 
-        A draft of the record with the reason `unfinished` lies in the folder during the run, so
-        that a parent that is killed leaves it. Raises RequestError if the folder is not writable or
-        the request turns out to be wrong.
+        A draft of the record with the reason `unfinished` lies in the folder during the run and is
+        deleted at the end, so that a parent that is killed leaves it. Interrupts are ignored from
+        the end of the workers until the record is written. Raises RequestError if the folder is not
+        writable or the request turns out to be wrong, LostError if the record cannot be written.
         """
         record_file.prove_writable(self.checked.request.out)
         while True:
@@ -108,10 +118,12 @@ class CaseRun:
     def _run_session(
         self, show_progress: ProgressCallback | None, interrupt_guard: ExitStack
     ) -> Failure | None:
-        """Run the session once, and return why it failed, or None.
+        """Run the session of this attempt to its end, and return why it failed, or None.
 
-        A lost host is reported as `cancelled` if its Slurm job ended. A RequestError is passed on,
-        except in a second attempt, where it becomes `out_of_memory`.
+        Where Slurm's job has ended, a lost or killed host or rank (`LOST_CODES`) becomes the
+        failure `cancelled`. A RequestError is passed on, except in a second attempt after the draft
+        was written, where it becomes the failure `out_of_memory` with the first attempt's error.
+        `interrupt_guard`: on it interrupts stay ignored, until the caller closes it.
         """
         request = self.checked.request
         try:
@@ -140,8 +152,12 @@ class CaseRun:
         return run_failure
 
     def _write_record(self, run_failure: Failure | None) -> tuple[Record, Path]:
-        """Assemble and write the finished record, delete the draft, and return the record with its
-        path; raise RequestError if a worker refused the request.
+        """Assemble the finished record, write it into the output folder, delete the draft, and
+        return the record with its path.
+
+        If the failure is `request` (a worker refused the request), only the draft is deleted and
+        RequestError is raised with the worker's text. Raises LostError if the record cannot be
+        written; the draft then stays.
         """
         if run_failure is not None and run_failure.code == "request":
             self._delete_draft()
@@ -152,12 +168,12 @@ class CaseRun:
         return finished, path
 
     def _choose_smaller_sizes(self, run_failure: Failure | None) -> CheckedRequest | None:
-        """Return the request with smaller automatic sizes for a second attempt, or None if there is
-        to be none.
+        """Return this run's request with smaller automatic sizes for a second attempt, or None if
+        there is to be none.
 
-        There is one only after a rank ran out of memory in the first attempt, before the headline
-        pass was done and within the first `FIRST_STEPS` steps of a pass, if a tune value was `auto`
-        and can be smaller.
+        There is one only after a rank (not an agent) ran out of memory in the first attempt, if no
+        rank has finished a headline pass, no more than `FIRST_STEPS` steps of the current pass were
+        done, and a tune value was `auto` and can be smaller. Nothing is changed here.
         """
         headline = self.checked.case.question.kind_row.headline
         finished_passes = {
@@ -190,9 +206,11 @@ class CaseRun:
         return None if smaller is None else self.checked.with_resolved(smaller)
 
     def _prepare_second_attempt(self, smaller: CheckedRequest, run_failure: Failure) -> None:
-        """Prepare a second attempt with smaller sizes and a new session: warn, delete the first
-        one's checkpoints, and note what was tried. The time of the first attempt stays a part of
-        the run.
+        """Prepare a second attempt with the request `smaller`: note tried sizes and error in
+        `stepped_down`, warn, delete the first attempt's checkpoints, and replace `checked`,
+        `checkpoints_folder` and `session`.
+
+        The draft is not deleted here, and the time of the first attempt stays a part of the run.
         """
         resolved = self.checked.request.resolved
         tried = {name: getattr(resolved.case.tune, name) for name in resolved.auto}
@@ -202,8 +220,8 @@ class CaseRun:
                 f"tune.{name}={getattr(smaller.case.tune, name)}" for name in resolved.auto
             )
             self.warn(
-                f"out of memory with {', '.join(f'tune.{k}={v}' for k, v in tried.items())}; once"
-                f" more with {new_sizes}"
+                f"out of memory with {', '.join(f'tune.{k}={v}' for k, v in tried.items())}; trying"
+                f" again with {new_sizes}"
             )
         if self.checkpoints_folder is not None:
             shutil.rmtree(self.checked.request.out / self.checkpoints_folder, ignore_errors=True)
@@ -215,7 +233,9 @@ class CaseRun:
         self.session = Session(smaller.launcher, smaller.site, smaller.plan.nodes, self.allocation)
 
     def _device_limits(self) -> DeviceLimits:
-        """Return memory limit, plan and engine properties from which `auto` sizes are chosen."""
+        """Return what `auto` sizes are chosen from: plan, sample size, the least device memory of a
+        rank on the connected hosts (None: unknown), and properties of the engine.
+        """
         checked = self.checked
         return DeviceLimits(
             plan=checked.plan,
@@ -227,13 +247,16 @@ class CaseRun:
         )
 
     def _delete_draft(self) -> None:
-        """Delete the draft of the record, if there is one."""
+        """Delete the file of the draft, the unfinished record of this run, if one was written."""
         if self.draft_path is not None:
             self.draft_path.unlink()
 
     def _write_draft(self) -> Path:
-        """Write the draft of the record, replacing an earlier one, and return its path; raise
-        RequestError if it cannot be written. It also shows that there is room for a record.
+        """Write the draft, a failed record with the reason `unfinished` and nothing of the ranks,
+        into the output folder as `...-unfinished.json`, and return its path; an earlier one is
+        deleted first.
+
+        Raises RequestError if it cannot be written, before a worker has started.
         """
         self._delete_draft()
         out = self.checked.request.out
@@ -248,8 +271,11 @@ class CaseRun:
             ) from error
 
     def _prepare(self) -> StartMessage:
-        """Open the session, write the draft of the record, and return the message that starts the
-        workers.
+        """Connect to and check the hosts of this run, write the draft of the record (its path is
+        stored in `draft_path`), and return the message that starts the workers: one per device, or
+        a single one for an engine that starts its own processes.
+
+        Raises RequestError if a host cannot take part or the draft cannot be written.
         """
         self._open_session()
         self.draft_path = self._write_draft()
@@ -262,8 +288,12 @@ class CaseRun:
         )
 
     def _open_session(self) -> None:
-        """Connect to the hosts, check them, choose `auto` sizes and warn; raise RequestError if a
-        host cannot take part. No worker is started, and no file stays behind.
+        """Start an agent on every host of this run, check the hosts, choose the `auto` sizes and
+        pass on warnings; no worker is started.
+
+        Sets `hellos` and, in the first attempt only, `checked` with the chosen sizes. With several
+        hosts, the others must reach the first host's address. Raises RequestError if a host cannot
+        take part. A probe file in a shared output folder is removed again.
         """
         checked, case, plan = self.checked, self.checked.case, self.checked.plan
         needed = preflight.list_needed_paths(checked)
@@ -308,7 +338,10 @@ class CaseRun:
             self.session.check_reachable(first.address, first.port)
 
     def _make_run_spec(self) -> RunSpec:
-        """Return what the workers are told of the run, with absolute paths."""
+        """Return the parent's part of the workers' spec for this run, the same for all workers:
+        case with chosen sizes, scope, passes, engine, plan, accelerator of the first host, and
+        absolute paths (None: not given).
+        """
         checked, request = self.checked, self.checked.request
         # in the record's folder; the record's name has the same end
         trace = f"{checked.case.name}-{self.id[:8]}.trace.json.gz"
@@ -331,11 +364,13 @@ class CaseRun:
         )
 
     def _assemble_sound_record(self, run_failure: Failure | None) -> Record:
-        """Return the record of the session's results, and check that it can be read again and does
-        not contradict itself.
+        """Return the sealed record of the session's results, after checking that it can be read
+        again and does not contradict itself; nothing is written.
 
-        Rank files may come from any program: if no record can be made of them, or it contradicts
-        itself, the result is a failed record with the reason `malformed` or `contradiction`.
+        Rank files may come from any program. If the record contradicts itself, the result is a
+        failed one with the reason `contradiction`, in place of `run_failure`, and all samples. If
+        no record can be made, it is one without the rank files, with reason `malformed` or, if the
+        run had failed, its own with the error added.
         """
         results = self.session.results
         if self.checked.engine.processes == "one":
@@ -361,8 +396,8 @@ class CaseRun:
             )
 
     def _add_load(self, host: HostFacts) -> HostFacts:
-        """Return the host's facts with its CPU load readings, on the parent's clock; unchanged if
-        there are none.
+        """Return the facts of a host with the CPU load readings that this run received from it as
+        `load`, times on the parent's clock; the same object if there are none.
         """
         readings = self.session.load_readings.get(host.name)
         load = None if readings is None else readings.to_load()
@@ -372,8 +407,13 @@ class CaseRun:
         return host.model_copy(update={"load": shifted})
 
     def _assemble_record(self, run_failure: Failure | None, results: RankResults) -> Record:
-        """Assemble the sealed record from the session's state, these results and the failure, if
-        any.
+        """Return the record of this run with metrics, checks and status derived and its hashes set
+        (sealed); nothing is written.
+
+        Made of the session's hosts, clocks, telemetry and times, these results and the failure
+        (None: the run went well, status `valid` or `invalid`; else `failed`). Also makes the draft
+        at the start, with the failure `UNFINISHED` and empty results. Raises whatever rank files
+        that do not fit cause.
         """
         checked, request = self.checked, self.checked.request
         hosts = [
@@ -417,11 +457,11 @@ class CaseRun:
         return assemble.assemble_record(draft, checked.case, times, results, run_failure, resume)
 
     def _find_recorded_checkpoints(self, run_failure: Failure | None) -> str | None:
-        """Return the folder of checkpoints that the record names, relative to the output folder, or
-        None for a run that ended without making one.
+        """Return the folder of checkpoints that the record of this run names, relative to the
+        output folder: for the draft (failure `UNFINISHED`) the planned one, which does not exist
+        yet, else only a folder that exists. None if there is none.
 
-        The draft names the folder before it exists: if the parent is killed, nothing adds the name
-        later.
+        The draft names it early, because nothing adds the name later if the parent is killed.
         """
         planned = self.checkpoints_folder is not None and run_failure == UNFINISHED
         exists = (
@@ -432,8 +472,8 @@ class CaseRun:
 
 
 def _merge_environments(hellos: list[HelloMessage]) -> Environment:
-    """Return the first host's environment with the devices of all hosts: hosts of a run have the
-    same software.
+    """Return the environment of the first host with the devices of all hosts, in the order of the
+    hosts: their software was checked to be the same. `hellos` must not be empty.
     """
     first = hellos[0].environment
     devices = [device for hello in hellos for device in hello.environment.hardware.devices]
@@ -443,11 +483,12 @@ def _merge_environments(hellos: list[HelloMessage]) -> Environment:
 
 
 def _make_host_facts(connection: Connection, index: int, plan: Plan) -> HostFacts:
-    """Return what the record states of host number `index`: its ranks, hardware, state and clock
-    offset; raise ValueError if it sent no `hello`.
+    """Return what the record states of host number `index` of the run: its ranks (`plan.devices`
+    for each host, in order), hardware, state, and the offset, uncertainty and drift of its clock;
+    raise ValueError if it sent no `hello`.
     """
     if connection.hello is None:
-        raise ValueError("a host that was not heard of has no part in a run")
+        raise ValueError("no hello message from a host of this run")
     hardware, clock = connection.hello.environment.hardware, connection.clock
     return HostFacts(
         name=connection.name,
@@ -464,8 +505,9 @@ def _make_host_facts(connection: Connection, index: int, plan: Plan) -> HostFact
 
 
 def _name_checkpoints_folder(checked: CheckedRequest, created: str) -> str | None:
-    """Return a new name for this run's folder of checkpoints, relative to the output folder, or
-    None if the run keeps none. The folder is not created.
+    """Return a new name for this run's folder of checkpoints, relative to the output folder, as
+    `checkpoints/TIME-CASE-RANDOM`, or None if it is no training case or has no
+    `tune.checkpoint_every`. The folder is not created. `created` is the run's ISO time.
     """
     case = checked.case
     if not case.question.kind_row.trains or case.tune.checkpoint_every is None:
@@ -475,8 +517,9 @@ def _name_checkpoints_folder(checked: CheckedRequest, created: str) -> str | Non
 
 
 def _explain_cancelled_job(run_failure: Failure, allocation: Allocation) -> Failure:
-    """Return the failure `cancelled` if Slurm says that the job of the lost host has ended, else
-    the given failure.
+    """Ask Slurm for the state of the allocation's job, and return the failure `cancelled`, with
+    state and earlier text, if the job has ended or is unknown; return the given failure if the job
+    is active or Slurm does not answer.
     """
     state = launch.ask_job_state(allocation.job)
     if state is None or state in ACTIVE_JOB_STATES:

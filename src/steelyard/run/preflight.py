@@ -27,7 +27,7 @@ HINTS = (
     ("No module named 'steelyard'", "that Python has no steelyard; install it there: {install}"),
     (
         "No module named",
-        "that Python has not all that steelyard needs; install it there: {install}",
+        "that Python lacks a package that steelyard needs; install it there: {install}",
     ),
     ("MemoryError", MORE_MEMORY_HINT),
     (
@@ -44,12 +44,13 @@ HINTS = (
     ),
     (
         "Permission denied (",
-        "ssh has no key that it takes: try ssh {host} true, which must not ask for anything",
+        "ssh has no key that the host accepts: try ssh {host} true, which must not ask for"
+        " anything",
     ),
-    ("Could not resolve hostname", "the name leads nowhere; see hosts in the site file"),
+    ("Could not resolve hostname", "the name cannot be resolved; see hosts in the site file"),
     (
         "ssh: connect to host",
-        "it does not answer; see that it is up, or leave it out of hosts in the site file",
+        "it does not answer; start it, or remove it from hosts in the site file",
     ),
     ("not found", "no such Python there; name one with python = in the site file"),
     ("No such file or directory", "no such Python there; name one with python = in the site file"),
@@ -62,8 +63,9 @@ NeededPath = tuple[list[str], str]
 
 def list_needed_paths(checked: CheckedRequest) -> list[NeededPath]:
     """Return the paths that every host must have, by `--weights`, `--data`, `--tokenizer`,
-    `--resume` and `engine.checkout`: each with its alternative names and the message for a host
-    without it. Token files may also be named by their common prefix.
+    `--resume` and `engine.checkout` as far as given: each as (absolute names of which one must
+    exist, message for a host without it). The second name is the first plus the suffix of token
+    files, which may be named by their common prefix.
     """
     request = checked.request
     options = {
@@ -90,12 +92,12 @@ def list_needed_paths(checked: CheckedRequest) -> list[NeededPath]:
 def probe_shared_folder(
     checked: CheckedRequest, checkpoints_folder: str | None
 ) -> Iterator[list[NeededPath]]:
-    """Create a temporary file in the output folder for a `with` block and yield it as a path that
-    every host must have, because each rank writes its part of a checkpoint there; delete it at the
-    end.
+    """Create an empty hidden file in the output folder for a `with` block and yield it as the one
+    path that every host must have, because each rank writes its part of a checkpoint there; delete
+    it at the end.
 
     Yields an empty list, and creates nothing, for a run without checkpoints (`checkpoints_folder`
-    is None) or with a local launcher.
+    is None) or with a local launcher. Raises OSError if it cannot be created.
     """
     if checkpoints_folder is None or not checked.launcher.remote:
         yield []
@@ -120,9 +122,9 @@ def probe_shared_folder(
 def explain_agent_not_started(
     host: str, python: str, command: list[str], code: int | None, output: str
 ) -> str:
-    """Return the message on why an agent did not start, with a hint from `HINTS` if its output is
-    known; `python` is the host's Python, `code` the exit code of `command`, `output` what it
-    printed.
+    """Return the message on why an agent did not start: host, exit code `code` of `command` (None:
+    it runs), the last line of its `output`, and the first hint of `HINTS` whose text occurs in the
+    output. `python` is the host's Python, for a hint on how to install this package there.
     """
     hint = next((hint for text, hint in HINTS if text in output), "")
     why = output.splitlines()[-1].strip() if output else f"{command[0]} ended"
@@ -140,11 +142,12 @@ def _format_install_command(python: str) -> str:
 def check_hosts(
     hosts: dict[str, HelloMessage], case: Case, plan: Plan, needed: list[NeededPath], package: str
 ) -> list[str]:
-    """Check all hosts and return warnings, each once; raise RequestError for the first host that
-    cannot take part or differs from the first host.
+    """Check all hosts of a run and return warnings about memory and shared devices, each once;
+    raise RequestError for the first host that cannot take part, is the same machine as another, has
+    another steelyard, or differs from the first host in software or devices.
 
-    `hosts` are the `hello` messages by host, `needed` the paths that were asked for in `open`,
-    `package` the hash of this package.
+    `hosts` are the `hello` messages by host, `needed` the paths that were asked for in `open`, in
+    its order, `package` the hash of this package's files.
     """
     warnings: list[str] = []
     first_name, first = next(iter(hosts.items()))
@@ -164,23 +167,30 @@ def check_hosts(
 
 
 def _check_package(name: str, hello: HelloMessage, package: str) -> None:
-    """Raise RequestError if the host has another version of steelyard, or other files in it."""
+    """Raise RequestError if the host has another version of steelyard or of the protocol, or other
+    files in it (another hash than `package`); the message says how to install or copy this one
+    there.
+    """
     if hello.protocol != PROTOCOL or hello.version != __version__:
         raise RequestError(
             f"host {name} has steelyard {hello.version}, here is {__version__}; "
             f"install this version there: {_format_install_command(hello.python)}"
         )
     if hello.package != package:
+        target = f"{name}:{hello.folder}/"
+        copy_command = ["rsync", "-a", "--delete", f"{PACKAGE_FOLDER}/", target]
         raise RequestError(
             f"host {name} has another steelyard {hello.version} (files {hello.package}, here"
             f" {package}): copy this one:"
-            f" {shlex.join(['rsync', '-a', '--delete', f'{PACKAGE_FOLDER}/', f'{name}:{hello.folder}/'])}"
+            f" {shlex.join(copy_command)}"
         )
 
 
 def check_host(name: str, hello: HelloMessage, plan: Plan, needed: list[NeededPath]) -> None:
-    """Raise RequestError for the first thing that a host lacks to take part in a run: a module, a
-    path, a device, or enough of them, or one that is not in use by another run.
+    """Raise RequestError for the first thing that a host lacks to take part in a run: the problem
+    that it reports itself, a module, a path of `needed`, any device, enough devices for
+    `plan.devices` ranks, or a used device that another run has claimed (unless ranks may share
+    devices).
     """
     if hello.problem is not None:
         raise RequestError(f"host {name}: {hello.problem}")
@@ -208,7 +218,9 @@ def check_host(name: str, hello: HelloMessage, plan: Plan, needed: list[NeededPa
 
 
 def _check_software(name: str, hello: HelloMessage, first_name: str, first: HelloMessage) -> None:
-    """Raise RequestError if Python, driver or a package version differs from the first host's."""
+    """Raise RequestError if Python, driver or the version of a recorded package, or its presence,
+    differs from the first host's; names the alphabetically first difference.
+    """
     software_pair = (first.environment.software, hello.environment.software)
     first_versions, versions = (
         {"python": software.python, "driver": software.driver, **software.packages}
@@ -216,17 +228,21 @@ def _check_software(name: str, hello: HelloMessage, first_name: str, first: Hell
     )
     for component in sorted({*first_versions, *versions}):
         if first_versions.get(component) != versions.get(component):
+            here, there = (
+                f"{component} {version}" if version else f"no {component}"
+                for version in (versions.get(component), first_versions.get(component))
+            )
             raise RequestError(
-                f"host {name} has {component} {versions.get(component) or 'not at all'}, and {first_name} has "
-                f"{first_versions.get(component) or 'it not at all'}; hosts of a run must have the same"
+                f"host {name} has {here}, and {first_name} has {there}; install the same version on"
+                " all hosts of a run"
             )
 
 
 def _check_devices(
     name: str, hello: HelloMessage, first_name: str, first: HelloMessage, plan: Plan
 ) -> None:
-    """Raise RequestError if the accelerator, or names or memory of the used devices, differ from
-    the first host's.
+    """Raise RequestError if the accelerator differs from the first host's, or names or memory sizes
+    of the first `plan.devices` devices do, in order; the latter not where ranks may share devices.
     """
     used = (one.devices[: plan.devices] for one in (first, hello))
     first_devices, host_devices = (
@@ -234,12 +250,13 @@ def _check_devices(
     )
     if first.accelerator != hello.accelerator:
         raise RequestError(
-            f"host {name} has {hello.accelerator}, and {first_name} {first.accelerator}; name one:"
-            " --accelerator"
+            f"host {name} has {hello.accelerator}, and {first_name} {first.accelerator}; choose one"
+            " with --accelerator"
         )
     if first_devices != host_devices and not hello.divisible:
         raise RequestError(
-            f"host {name} has {_format_devices(host_devices)}, and {first_name} {_format_devices(first_devices)}; run on hosts"
+            f"host {name} has {_format_devices(host_devices)}, and {first_name}"
+            f" {_format_devices(first_devices)}; run on hosts"
             " that are alike"
         )
 
@@ -252,11 +269,12 @@ def _format_devices(devices: list[tuple[str, int | None]]) -> str:
 
 
 def find_least_memory(hosts: dict[str, HelloMessage], plan: Plan) -> int | None:
-    """Return the bytes of device memory that every rank can have, or None if they are unknown for
-    one device.
+    """Return the bytes of device memory that every rank of a run can have, or None if a host has no
+    devices or the memory of a used one is unknown.
 
-    It is that of the smallest device, divided by the ranks that share it; where less than
-    `SCARCE_SHARE` of a device is free, its free memory counts.
+    It is the least over all used devices of all hosts, each divided by the ranks that share it;
+    where less than `SCARCE_SHARE` of a device is free, its free memory counts. `hosts` are the
+    `hello` messages by host.
     """
     sizes: list[int] = []
     for hello in hosts.values():
@@ -275,13 +293,18 @@ def find_least_memory(hosts: dict[str, HelloMessage], plan: Plan) -> int | None:
 
 
 def _check_memory(name: str, hello: HelloMessage, case: Case, plan: Plan) -> list[str]:
-    """Return warnings about a host's memory: a tight fit, a device used by another run, little free
-    memory; raise RequestError if the model does not fit the whole memory of a device.
+    """Return warnings about a host's memory: a tight fit, a used device that another run has
+    claimed (not at size smoke), less than `SCARCE_SHARE` of a device free (not where ranks share
+    devices).
+
+    Raises RequestError if the case certainly does not fit the whole memory of the smallest used
+    device, divided among the ranks that share it.
     """
     warnings = []
     # ranks that share a device's memory
     ranks_per_device = -(-plan.devices // len(hello.devices))
-    size = hello.devices[0].memory_bytes
+    sizes = [device.memory_bytes for device in hello.devices[: plan.devices]]
+    size = min((known for known in sizes if known is not None), default=None)
     tight_fit = memory.check_memory(
         case, plan, size // ranks_per_device if size is not None else None
     )
@@ -290,8 +313,8 @@ def _check_memory(name: str, hello: HelloMessage, case: Case, plan: Plan) -> lis
     for device in hello.devices[: plan.devices]:
         if device.busy is not None and case.size != "smoke":  # smoke measures nothing
             warnings.append(
-                f"host {name}: {device.name} is also used by {device.busy}: neither will show what"
-                " it can do"
+                f"host {name}: {device.name} is also used by {device.busy}; both will be slower"
+                " than alone"
             )
         if not hello.divisible and device.free_bytes is not None and device.memory_bytes:
             share = device.free_bytes / device.memory_bytes

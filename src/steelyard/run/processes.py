@@ -45,7 +45,7 @@ FOLDER_NAME = re.compile(r"steelyard-(?P<mark>[0-9a-f]{16}-\d+)-\w+")
 
 def check_process_control() -> None:
     """Raise RequestError if /proc is not mounted on Linux, without which a run's processes could
-    not be found and ended, or if the working directory was deleted.
+    not be found and ended, or if the working directory was deleted; else do nothing.
     """
     if sys.platform == "linux" and not PROC.exists():
         raise RequestError("/proc is not mounted; a run needs it; mount it and run again")
@@ -64,8 +64,9 @@ def check_working_directory() -> None:
 
 
 def adopt_orphans() -> None:
-    """On Linux, make this process the parent of all orphaned descendants, so that they are found at
-    the end (child subreaper).
+    """On Linux, make this process the parent of all descendants whose own parent ends (child
+    subreaper), so that they are found at the end; errors are ignored, and elsewhere nothing is
+    done.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0)
@@ -88,8 +89,9 @@ def wake_with_parent() -> None:
 
 
 def find_run_processes(mark: str, root: int | None = None) -> list[psutil.Process]:
-    """Return the live processes that carry the run's mark in their environment, and all descendants
-    of the process `root`, but neither this process nor its ancestors.
+    """Return the live processes (no zombies) of this host that carry the run's mark in their
+    environment, and all descendants of the process with id `root` (None: no such), but neither this
+    process nor its ancestors.
 
     Both are needed: a child may have a cleared environment, or a parent that is gone.
     """
@@ -105,7 +107,9 @@ def find_run_processes(mark: str, root: int | None = None) -> list[psutil.Proces
 
 
 def find_descendants(pid: int) -> list[psutil.Process]:
-    """Return all descendants of a process; empty if it does not exist."""
+    """Return all descendants of the process with this id, at any depth and without itself; empty if
+    it does not exist.
+    """
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -143,11 +147,11 @@ def is_suspended(pid: int) -> bool:
 
 
 def end_processes(find: Callable[[], list[psutil.Process]], grace_s: float = GRACE_S) -> int:
-    """Send SIGTERM to all processes that `find` returns, then SIGKILL after `grace_s` seconds to
-    all that it then returns; return how many different processes there were.
+    """Send SIGTERM to all processes that `find` returns and wait until they have ended, at most
+    `grace_s` seconds; then call `find` again and do the same with SIGKILL. Return how many
+    different processes there were.
 
-    Suspended ones are resumed so that they receive the signal. Waits up to `grace_s` seconds after
-    each signal.
+    SIGCONT follows each signal, so that suspended processes receive it.
     """
     seen: set[int] = set()
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -164,8 +168,9 @@ def end_processes(find: Callable[[], list[psutil.Process]], grace_s: float = GRA
 
 
 def claim_name(name: str, sockets: list[socket.socket]) -> str | None:
-    """Claim a name on this host for as long as this process lives: append its socket to `sockets`
-    and return None, or return a text on who has the name already. Does nothing outside Linux.
+    """Claim a name on this host for as long as this process lives, by a socket of that name: append
+    the socket to `sockets` and return None, or return a text on which process has the name already.
+    Outside Linux it returns None and claims nothing.
     """
     if sys.platform != "linux":
         return None
@@ -181,8 +186,9 @@ def claim_name(name: str, sockets: list[socket.socket]) -> str | None:
 
 
 def find_claim_holder(name: str) -> tuple[int, int] | None:
-    """Return the process id and user id of the process that holds a claim, also a suspended one, or
-    None if nobody does, it cannot be told, or outside Linux.
+    """Return (process id, user id) of the process that holds a claimed name on this host, also a
+    suspended one; None if nobody does, it cannot be told (no answer, or another PID namespace), or
+    outside Linux. It connects to the claim's socket, and closes the connection at once.
     """
     if sys.platform != "linux":
         return None
@@ -196,10 +202,12 @@ def find_claim_holder(name: str) -> tuple[int, int] | None:
 
 
 def _describe_claim_holder(name: str) -> str:
-    """Return a text for the user on which process of which user holds a claim."""
+    """Return a text such as `another run, of process 7 of USER` on who holds a claimed name;
+    without the user if it is this one, and without both if it does not show.
+    """
     ids = find_claim_holder(name)
     if ids is None:
-        return "another run, of a process that does not show"
+        return "another run, whose process is unknown"
     pid, uid = ids
     if uid == os.getuid():
         return f"another run, of process {pid}"
@@ -211,13 +219,15 @@ def _describe_claim_holder(name: str) -> str:
 
 
 class RunFolder:
-    """A private folder for one run in the temporary folder, created on construction with mode 0700
-    and locked as long as this process lives.
+    """A private folder for one run in the temporary folder (`path`), created on construction with
+    mode 0700 and locked as long as this process lives: a folder without lock is that of a dead run.
+    `remove` deletes it.
     """
 
     def __init__(self, mark: str) -> None:
-        """Create a folder with mode 0700 in the temporary folder, lock it, then rename it to
-        `steelyard-MARK-...`; try again if another run removes it before it is locked.
+        """Create a folder with mode 0700 and a hidden name in the temporary folder, lock it, then
+        rename it to `steelyard-MARK-...`; try again if another run removes it before. A file system
+        without locks is accepted. Raises OSError if it cannot be created.
         """
         # It is renamed once it is locked: before, another run that starts now could take it for
         # that of a dead run.
@@ -231,7 +241,7 @@ class RunFolder:
                 return
 
     def remove(self) -> None:
-        """Delete the folder with its content, and release the lock."""
+        """Delete the run's folder with its content, ignoring errors, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -242,8 +252,9 @@ def _make_folder_prefix(mark: str) -> str:
 
 
 def sweep_run(mark: str) -> int:
-    """End the processes that a lost agent left, and the agent itself if it is suspended, and delete
-    its folders; return how many processes there were.
+    """End the processes of this host that a lost agent left, found by the run's mark, and the agent
+    itself if it is still alive (suspended), and delete its folders in the temporary folder if they
+    are this user's; return how many processes there were.
     """
     ended = end_processes(lambda: [*find_run_processes(mark), *_find_agent(mark)])
     for name in (f"{_make_folder_prefix(mark)}*", f".{_make_folder_prefix(mark)}*"):
@@ -253,8 +264,12 @@ def sweep_run(mark: str) -> int:
 
 
 def sweep_dead_runs() -> list[str]:
-    """Clean up after every run of this user whose agent is dead, such as one killed together with
-    its parent: end its processes and delete its folders. Return the marks of these runs.
+    """Clean up after every run of this user on this host whose agent is dead, such as one killed
+    together with its parent: end its processes and delete its folders in the temporary folder,
+    recognized by name and missing lock.
+
+    Return the marks of these runs. Hidden folders, which a run had not locked yet, are only
+    deleted, and their marks not returned.
     """
     marks = []
     for path in Path(tempfile.gettempdir()).iterdir():
@@ -279,7 +294,7 @@ def _is_own_folder(path: Path) -> bool:
 
 def _is_unlocked(path: Path) -> bool:
     """Return whether no process holds the lock of a run's folder, which is then that of a dead run;
-    False if it cannot be opened.
+    False if it cannot be opened or locked. The lock is released again.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -295,8 +310,8 @@ def _is_unlocked(path: Path) -> bool:
 
 
 def _find_agent(mark: str) -> list[psutil.Process]:
-    """Return the process that holds the agent's claim for this mark, if it is one of this user;
-    else an empty list.
+    """Return the process that holds the agent's claim for this run's mark, as a list of one, if it
+    is a process of this user; else an empty list.
     """
     ids = find_claim_holder(AGENT_CLAIM.format(mark))
     if ids is None or ids[1] != os.getuid():

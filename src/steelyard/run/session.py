@@ -51,7 +51,9 @@ STALLED_S = 2.0  # a longer gap between two calls shows that this process was su
 
 @dataclass(frozen=True)
 class PhaseProgress:
-    """The last progress that rank 0 reported, and the seconds since its phase began."""
+    """The last progress that rank 0 reported: `done` of `total` steps in `phase` (both 0 where
+    nothing is counted), and the seconds since the phase began.
+    """
 
     phase: str
     done: int
@@ -63,17 +65,21 @@ ProgressCallback = Callable[[PhaseProgress], None]
 
 
 class Session:
-    """The node agents of one run, and all that they have reported so far.
+    """The node agents of one run as the parent leads them, and all that they have reported so far:
+    `results` (rank files, exits, output), `telemetry`, `load_readings` and `progress`.
 
-    Creating it chooses the hosts and their command lines, and starts nothing; RequestError if there
-    are not enough hosts.
+    `run_to_end` does it all; its `prepare` calls `connect_hosts` and `check_reachable`.
+    `agents_started_s` and `workers_started_s` are times on the parent's clock. Creating it chooses
+    the hosts and their command lines and starts nothing; RequestError if there are not enough
+    hosts.
     """
 
     def __init__(
         self, launcher: Launcher, site: Site, nodes: int, allocation: Allocation | None = None
     ) -> None:
-        """Choose the hosts, their command lines, the run's token and the mark of its processes;
-        start nothing. Raises RequestError if there are not enough hosts.
+        """Choose the hosts, their command lines, the run's random token and the mark by which its
+        processes are found; start nothing. Raises RequestError if there are not enough hosts, or a
+        host is listed twice.
         """
         self.launcher, self.site = launcher, site
         self._progress_callback: ProgressCallback | None = None
@@ -103,17 +109,15 @@ class Session:
         interrupt_guard: ExitStack,
         has_begun: Callable[[], bool] = lambda: False,
     ) -> Failure | None:
-        """Run from the first agent to the end of the last, and return why the run failed, or None.
+        """Run the session from the first agent to the end of the last, and return why the run
+        failed, or None.
 
-        `prepare` opens the session, checks the hosts, and returns what to start. Ctrl-C raises
-        KeyboardInterrupt until it has returned or `has_begun` returns True (there is a run to
-        record), and is the failure `interrupted` afterwards. All agents are stopped before this
-        returns or raises. From then on interrupts are ignored until the stack `interrupt_guard` is
-        closed, so that the record can be written.
-
-        `hang_s`: without news of the workers for so long, the run fails with `hang`; `limit_s`: the
-        longest that workers may take. Times in seconds; `origin_s` is the start of the run on the
-        parent's clock.
+        `prepare` connects to and checks the hosts, and returns what to start; its errors are passed
+        on. An interrupt raises KeyboardInterrupt before it has returned or `has_begun` is True, and
+        is the failure `interrupted` later. All agents are stopped before this returns or raises;
+        interrupts are then ignored until `interrupt_guard` is closed. `hang_s`: seconds without
+        progress of rank 0 after which the run fails with `hang`; `limit_s`: the longest that
+        workers may take. `origin_s`: start of the run on the parent's clock.
         """
         self._progress_callback = show_progress
         start: StartMessage | None = None
@@ -145,8 +149,11 @@ class Session:
     def _start_and_wait(
         self, start: StartMessage, origin_s: float, hang_s: float, limit_s: float | None
     ) -> Failure | None:
-        """Start the ranks on every host and wait until all have ended or something is wrong; return
-        what, or None. Stack traces are collected if the run hangs.
+        """Send `start` to every host, completed with its first rank, clock and rank 0's address,
+        and wait until all have ended or something is wrong; return what, or None, also if a rank
+        failed, which its results tell.
+
+        After a `hang` the agents are stopped here, and the workers write their stack traces before.
         """
         first = self.connections[0].hello
         self.workers_started_s = self._progress_s = self._phase_s = now()
@@ -165,8 +172,8 @@ class Session:
         return failure
 
     def _format_rank(self, rank: int, ranks_per_host: int) -> str:
-        """Return a rank's name for messages, with its host if there are several; `ranks_per_host`
-        is the number of ranks per host.
+        """Return a rank's name for messages: `rank 3`, or `rank 3 on HOST` if this session has
+        several hosts with `ranks_per_host` ranks each.
         """
         return (
             f"rank {rank}"
@@ -175,12 +182,12 @@ class Session:
         )
 
     def connect_hosts(self, open_message: OpenMessage) -> dict[str, HelloMessage]:
-        """Start an agent on every host, send it `open_message` with the host's own token, mark and
-        peer, wait for its `hello`, compare clocks by several pings, and return the `hello` messages
-        by host name.
+        """Start an agent on every host of the session, send it `open_message` with token, mark and
+        the name of another host as peer (None: a single host), wait for its `hello`, compare clocks
+        by `PINGS` pings, and return the `hello` messages by host name.
 
-        Raises RequestError if an agent cannot be started, ends, or does not answer within `OPEN_S`
-        seconds.
+        Appends to `connections`. Raises RequestError if an agent cannot be started, ends, or does
+        not answer within `OPEN_S` seconds; what the hosts say is checked by the caller.
         """
         self.agents_started_s = now()
         for index, host in enumerate(self.hosts):
@@ -227,8 +234,9 @@ class Session:
         }
 
     def check_reachable(self, address: str, port: int) -> None:
-        """Ask every host but the first whether it can connect to the address where rank 0 will be;
-        raise RequestError if one cannot or does not answer.
+        """Ask every host but the first whether it can connect to this address and port, where rank
+        0 will be; raise RequestError if one cannot, its agent ends, or there is no answer within
+        `REACH_S` seconds.
         """
         others = self.connections[1:]
         for host_connection in others:
@@ -236,18 +244,20 @@ class Session:
         self._listen_until(
             lambda: all(host_connection.reached is not None for host_connection in others),
             REACH_S,
-            f"no word on whether it reaches {address}",
+            f"no answer on whether it can connect to {address}",
         )
         for host_connection in others:
             if host_connection.reached is not None and host_connection.reached.problem is not None:
                 raise RequestError(
-                    f"host {host_connection.name} does not reach {self.hosts[0]} at {address}:"
-                    f" {host_connection.reached.problem}; name an interface that hosts share in the site file"
+                    f"host {host_connection.name} cannot connect to {self.hosts[0]} at {address}:"
+                    f" {host_connection.reached.problem}; name an interface that hosts share in the"
+                    " site file"
                 )
 
     def _listen_until(self, is_done: Callable[[], bool], limit_s: float, missing_text: str) -> None:
-        """Receive messages until `is_done` returns True; raise RequestError if an agent ends, or
-        after `limit_s` seconds. `missing_text` says in the message what did not come.
+        """Receive messages of this session's agents until `is_done` returns True; raise
+        RequestError if an agent ends or its output does, or after `limit_s` seconds. `missing_text`
+        says in the message what did not come.
         """
         end_s = now() + limit_s
         while not is_done():
@@ -276,8 +286,12 @@ class Session:
                     raise RequestError(f"host {late[0].name}: {missing_text} for {limit_s:.0f} s")
 
     def _wait_for_end(self, hang_s: float, limit_s: float | None) -> Failure | None:
-        """Wait until every agent has said bye, or something is wrong, and return what; return None
-        if a rank failed, because its rank file and exit code tell why.
+        """Wait until every agent has said bye, and return the failure of one that ended by itself,
+        else None; or return early: a lost host, `hang` or `time_limit` as failure, and None if a
+        rank failed or is suspended, because the results tell why.
+
+        After a rank failed it waits `SETTLE_S` seconds and until every host has answered a ping:
+        the loss of a host may be the cause.
         """
         begin_s, failed_s = now(), None
         pinged: list[tuple[Connection, int]] = []
@@ -299,8 +313,9 @@ class Session:
         return self._find_lost_host()
 
     def _show_progress(self) -> None:
-        """Call the progress callback, if there is one, with the last progress and the time in its
-        phase.
+        """Call the progress callback of `run_to_end`, if there is one, with the last progress and
+        the seconds in its phase; before the first progress, with the phase `starting` and the
+        seconds since the session's creation.
         """
         if self._progress_callback is None:
             return
@@ -310,19 +325,19 @@ class Session:
             self._progress_callback(replace(self.progress, elapsed_s=now() - self._phase_s))
 
     def _ping_all(self) -> list[tuple[Connection, int]]:
-        """Ping every host now, and return each connection with the number of answers that it will
-        have given when it answers this ping.
+        """Ping every host now, and return each connection with the number of pings sent to it so
+        far: once its `pongs` are as many, it has answered this one.
         """
         for host_connection in self.connections:
             host_connection.ping(immediately=True)
         return [(host_connection, host_connection.pings) for host_connection in self.connections]
 
     def _receive_messages(self) -> None:
-        """Send heartbeats that are due, and handle all messages that have arrived, or wait a moment
-        for one.
+        """Send heartbeats that are due, and handle all messages of the agents that have arrived, or
+        wait up to `POLL_S` seconds for one.
 
-        If this process itself was suspended for more than `STALLED_S`, no host counts as silent for
-        that time.
+        If this process itself was suspended (more than `STALLED_S` since the last call), the
+        silence of every host is counted from now.
         """
         if now() - self._last_listen_s > STALLED_S:
             for host_connection in self.connections:
@@ -343,8 +358,10 @@ class Session:
                 return
 
     def _handle_message(self, host_connection: Connection, message: Any) -> None:
-        """Store one message of an agent in the connection or in the session's results; None says
-        that the agent's output has ended. Exits after the session began to stop are not stored.
+        """Store one message of an agent in its connection or in the session's results, telemetry,
+        load or progress; None says that the agent's output has ended.
+
+        Exits of workers after the session began to stop them are not stored; `started` is ignored.
         """
         match message:
             case None:
@@ -379,18 +396,25 @@ class Session:
                 self.results.exits[message.rank] = message
 
     def _store_rank_file(self, message: RankFileMessage) -> None:
-        """Store a rank file, or why it cannot be read; then the rank's earlier file stays."""
+        """Parse and store the rank file of a message in `results.rank_files`; if it cannot be read
+        or did not arrive intact, store why in `results.unreadable`, and the rank's earlier file
+        stays. Nothing is raised.
+        """
         self.results.unreadable.pop(message.rank, None)
         try:
             if message.problem is not None or not messages.is_intact(message):
-                raise ValueError(message.problem or "it did not arrive as it was sent")
+                raise ValueError(
+                    message.problem or "its checksum differs from the one sent with it"
+                )
             self.results.rank_files[message.rank] = parse_rank_file(message.text, message.rank)
         except ValueError as error:
             self.results.unreadable[message.rank] = str(error)
 
     def _find_lost_host(self) -> Failure | None:
-        """Return the failure of the first host whose agent ended by itself, whose connection ended
-        without a bye, or of which nothing was heard for `silence_s` seconds; else None.
+        """Return the failure of the first host that is lost, else None: the failure that its agent
+        gave in `bye`; `out_of_memory`, `connection_lost` (remote launcher) or `agent_killed` if its
+        output ended without a bye; `host_silent` if nothing was heard for the site's `silence_s`
+        seconds.
         """
         for host_connection in self.connections:
             if host_connection.bye is not None and host_connection.bye.failure is not None:
@@ -405,32 +429,38 @@ class Session:
                 why = host_connection.read_output().splitlines()
                 last_line = f": {why[-1].strip()}" if why else ""
                 if why and OUT_OF_MEMORY_LINE.match(why[-1].strip()):
-                    text = f"its agent ran out of memory (exit code {code}){last_line}; {MORE_MEMORY_HINT}"
+                    text = (
+                        f"its agent ran out of memory (exit code {code}){last_line};"
+                        f" {MORE_MEMORY_HINT}"
+                    )
                     return Failure("out_of_memory", f"host {host_connection.name}: {text}")
                 if self.launcher.remote:
                     return Failure(
                         "connection_lost",
-                        f"host {host_connection.name}: its connection ended (exit code {code}){last_line}",
+                        f"host {host_connection.name}: its connection ended (exit code"
+                        f" {code}){last_line}",
                     )
                 return Failure(
                     "agent_killed",
-                    f"host {host_connection.name}: its agent ended without a word (exit code {code}){last_line}",
+                    f"host {host_connection.name}: its agent ended without a message (exit code"
+                    f" {code}){last_line}",
                 )
             if now() - host_connection.heard_s > self.site.silence_s:
                 return Failure(
                     "host_silent",
-                    f"host {host_connection.name}: nothing was heard of it for {self.site.silence_s:g} s",
+                    f"host {host_connection.name}: no message from it for {self.site.silence_s:g}"
+                    " s",
                 )
         return None
 
     def _find_timeout(self, begin_s: float, hang_s: float, limit_s: float | None) -> Failure | None:
-        """Return the failure `hang` if workers have reported no progress for `hang_s` seconds,
-        `time_limit` if more than `limit_s` have passed since `begin_s`, else None.
+        """Return the failure `hang` if rank 0 has reported no progress for `hang_s` seconds,
+        `time_limit` if more than `limit_s` (None: no limit) have passed since `begin_s`, else None.
         """
         phase = self.progress.phase if self.progress is not None else "start"
         if now() - self._progress_s > hang_s:
             return Failure(
-                "hang", f"nothing was heard of the workers for {hang_s:.12g} s, in phase {phase!r}"
+                "hang", f"no progress from the workers for {hang_s:.12g} s, in phase {phase!r}"
             )
         if limit_s is not None and now() - begin_s > limit_s:
             return Failure(
@@ -440,8 +470,10 @@ class Session:
         return None
 
     def stop_agents(self, with_stacks: bool = False) -> None:
-        """Stop all agents and wait up to `STOP_S` seconds for their last messages; then end their
-        processes, and clean up on hosts whose agent was lost. A second call does nothing.
+        """Ask all agents to end their workers, and wait up to `STOP_S` seconds for their last
+        messages, but not for lost or silent ones; then end the processes that lead to them, handle
+        what is left in the inbox, and clean up on hosts whose agent was lost. A second call does
+        nothing.
 
         `with_stacks`: workers write their stack traces before they are ended.
         """
@@ -471,13 +503,16 @@ class Session:
         )
 
     def _sweep_lost_hosts(self, lost: list[Connection]) -> None:
-        """Start new agents on the hosts of lost ones to end what those left, and wait up to
-        `SWEEP_S` seconds. On a host that cannot be reached the old agent ends it all by itself, as
-        it hears nothing of the parent.
+        """Start new agents on the hosts of lost ones, which end what those left running and delete
+        its folders, and wait up to `SWEEP_S` seconds; then end these agents too.
+
+        Hosts that cannot be reached are skipped: the old agent there ends it all by itself, as it
+        hears nothing of the parent.
         """
         sweepers = []
         for host_connection in lost:
-            with suppress(OSError):
+            # RuntimeError: a thread that cannot be started
+            with suppress(OSError, RuntimeError):
                 sweepers.append(
                     Connection(
                         host_connection.name,

@@ -38,38 +38,52 @@ def allowed_variables() -> frozenset[str]:
 
 
 class HostSettings(FrozenModel):
-    """Settings of one host that differ from the site's."""
+    """Settings of one host that differ from the site's, table `host.NAME` of a site file; None: the
+    site's is used.
+    """
 
     python: Line | None = Field(
         None, description="the Python that has steelyard; default: the site's"
     )
     prologue: Line | None = Field(
-        None, description="shell lines before it, such as module load; default: the site's"
+        None, description="shell lines to run before it, such as module load; default: the site's"
     )
 
 
 class SlurmSettings(FrozenModel):
-    """Options with which Slurm is asked for an allocation."""
+    """Options with which salloc is asked for an allocation, table `slurm` of a site file; None: the
+    option is left out.
+    """
 
     partition: Line | None = None
     account: Line | None = None
-    time: Line | None = Field(None, description="as salloc --time takes it, such as 01:30:00")
+    time: Line | None = Field(None, description="value of salloc --time, such as 01:30:00")
     gpus_per_node: int | None = Field(None, ge=1, le=1024)
     options: list[Annotated[str, Field(pattern=r"^--[a-z][^\x00]*$")]] = Field(
-        default_factory=list, description="more of salloc's options, such as --exclusive"
+        default_factory=list, description="further options of salloc, such as --exclusive"
     )
 
 
 class Site(FrozenModel):
-    """The content of a site file; without a file, all defaults."""
+    """The content of a site file (facts of a cluster: hosts, launcher, Python, network interface,
+    variables, Slurm's options); without a file, all defaults.
 
-    machine: Line | None = Field(None, description="what the firmware does not tell, for the page")
-    network: Line | None = Field(None, description="between hosts, for the page")
+    `host` holds settings of single hosts, which `choose_python` and `choose_prologue` prefer;
+    `describe` is what a record states. Created by `read_site`, which also sets name and hash of the
+    file.
+    """
+
+    machine: Line | None = Field(
+        None, description="text on the machine that its firmware does not report, shown on the page"
+    )
+    network: Line | None = Field(
+        None, description="text on the network between hosts, shown on the page"
+    )
     note: Line | None = None
     launcher: str | None = None
     hosts: list[HostName] = Field(default_factory=list, max_length=4096)
     devices: int | None = Field(
-        None, ge=1, le=1024, description="of a host, where --devices does not say"
+        None, ge=1, le=1024, description="devices per host, if --devices is not given"
     )
     interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.@:-]{1,15}$")] | None = None
     python: Line | None = Field(
@@ -77,7 +91,10 @@ class Site(FrozenModel):
     )
     prologue: Line | None = None
     silence_s: float = Field(
-        SILENCE_S, ge=2, le=3600, description="a host that is not heard of for so long is lost"
+        SILENCE_S,
+        ge=2,
+        le=3600,
+        description="seconds without a message after which a host counts as lost",
     )
     environment: dict[str, Line | Literal[""]] = Field(
         default_factory=dict,
@@ -91,8 +108,8 @@ class Site(FrozenModel):
     @field_validator("environment")
     @classmethod
     def _check_variable_names(cls, environment: dict[str, str]) -> dict[str, str]:
-        """Raise ValueError if a variable is not among those that a site file may set, with the
-        nearest allowed name.
+        """Return the environment of a site file unchanged; raise ValueError for the first variable
+        that is not among `allowed_variables`, with the nearest allowed name if there is one.
         """
         allowed = allowed_variables() if environment else frozenset()
         for name in environment:
@@ -107,8 +124,9 @@ class Site(FrozenModel):
         return environment
 
     def describe(self) -> dict[str, str]:
-        """Return what a record states of the site: machine, network and note as far as given, and
-        name and SHA-256 of the file it was read from.
+        """Return what a record states of this site: `machine`, `network` and `note` as far as
+        given, and `file` and `file_sha256`, name and hash of the site file; empty for a site
+        without all of them.
         """
         stated = {"machine": self.machine, "network": self.network, "note": self.note}
         return {key: value for key, value in stated.items() if value is not None} | self._file
@@ -127,11 +145,11 @@ class Site(FrozenModel):
 
 
 def find_site_file(named_path: Path | None) -> Path | None:
-    """Return the path of the file that the user named, unchecked, else that of the one in the
-    user's configuration folder, else None.
+    """Return the path of the site file that the user named (`named_path`, not looked at), else that
+    of site.toml in the user's configuration folder if it exists, else None.
 
-    Raises RequestError if the configuration folder cannot be read, or if its file could have been
-    written by another user.
+    Raises RequestError if the configuration folder cannot be read, or if its file or folder belongs
+    to another user (but root) or can be written by others.
     """
     if named_path is not None:
         return named_path
@@ -163,10 +181,11 @@ def find_site_file(named_path: Path | None) -> Path | None:
 
 
 def _find_user_site_path() -> Path | None:
-    """Return where the user's own site file would be, or None if no home folder is known.
+    """Return where the user's own site file would be, `steelyard/site.toml` in XDG_CONFIG_HOME or
+    ~/.config, whether it exists or not; None if no home folder is known.
 
-    A relative XDG_CONFIG_HOME is ignored, as its specification demands, and a relative HOME too:
-    either would be a folder of the working directory.
+    A relative XDG_CONFIG_HOME is ignored, as its specification demands, and a relative HOME gives
+    None: either would be a folder of the working directory.
     """
     config = Path(os.environ.get("XDG_CONFIG_HOME") or "")
     if not config.is_absolute():
@@ -178,8 +197,9 @@ def _find_user_site_path() -> Path | None:
 
 
 def find_unused_site_file(used_path: Path | None) -> Path | None:
-    """Return the path of a site.toml in the working directory that is not the one in use
-    (`used_path`), so that the user can be told; else None.
+    """Return the relative path of a site.toml in the working directory that is not the one in use
+    (`used_path`, None: none is), so that the user can be told that it has no effect; None if there
+    is none or it cannot be read.
     """
     local_path = Path(SITE_FILE)
     try:
@@ -193,8 +213,9 @@ def find_unused_site_file(used_path: Path | None) -> Path | None:
 
 
 def read_site(path: Path | None) -> Site:
-    """Read and validate a site file; return an empty site for None. Raise RequestError if the file
-    cannot be read or is not valid.
+    """Read and validate a site file (TOML), and remember its name and SHA-256 for the record;
+    return a site of defaults for None. Raise RequestError with one line if the file cannot be read,
+    is larger than `MAX_BYTES`, no TOML, or has a wrong key or value.
     """
     if path is None:
         return Site()

@@ -38,12 +38,17 @@ ALL_REDUCES = 3
 
 
 class Worker(RankProcess):
-    """One rank of a case's run: loads engine and framework, runs the passes, and collects what is
-    measured in the rank file.
+    """One rank of a case's run, created by `main`: `run` loads engine and framework, runs the
+    passes, and collects what is measured in `rank_file`, which is written by the base class.
+
+    `spec` is the parent's part of the spec, `task` and `kind` the rows of the case's task, `place`
+    this rank's position in the plan, `outputs` the task's outputs that no pass changes.
     """
 
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
-        """Take case, task and kind from the spec, and this rank's coordinates in the plan."""
+        """Take case, task and kind of task from the spec, and find this rank's position in the plan
+        (`place`); begin its rank file. Nothing is loaded or written.
+        """
         super().__init__(rank, spec.run.accelerator, spec.host)
         self.spec = spec.run
         self.case = spec.run.case
@@ -54,11 +59,13 @@ class Worker(RankProcess):
         self._counter: StepCounter | None = None
 
     def run(self) -> None:
-        """Load, join the other ranks, prepare the data, and run all passes, then the calibration
-        after them and the profile.
+        """Do all that this rank does: load engine and framework (stored in `self.framework`), join
+        the other ranks, prepare the data, run all passes in order with a calibration of matmuls
+        before the first, then the calibration after them and, with `explain`, the profile.
 
         Data are read in a thread while engine and framework are imported. The rank file is written
-        after each pass.
+        after each pass; engine details and weights are added to it in memory at the end. Errors of
+        engine, task and framework are passed on.
         """
         self.write_progress("imports", 0, 0)
         # reading needs no framework, and tokenizers use other cores
@@ -89,8 +96,11 @@ class Worker(RankProcess):
         )
 
     def _load_framework_and_engine(self) -> tuple[Framework, Any]:
-        """Return the framework, set up on this rank's device, and the function that creates the
-        engine; adds device, versions and threads to the rank file.
+        """Import the engine of this rank's spec, construct its framework on this rank's device in
+        the case's matmul precision (deterministic if the tune says so), and return the framework
+        and the function that makes the engine from a Job.
+
+        Adds device identity, library versions and threads to the rank file.
         """
         with self.budget.part("imports"):
             row = engine_rows.find_engine(self.spec.engine)
@@ -110,8 +120,9 @@ class Worker(RankProcess):
         return framework, make_engine
 
     def _join_ranks(self, framework: Framework) -> Any:
-        """Join the other ranks and return the process group of those that hold one model with this
-        one; with several ranks, also test and time an all-reduce.
+        """Join the other ranks (a collective call) and return the process group of the ranks that
+        hold one model with this one, in the framework's type; with several ranks, also test an
+        all-reduce and add its rate to the rank file. Raises ExchangeError if its sum is wrong.
         """
         if self.world_size == 1:
             return framework.join_ranks(self.spec.plan, self.rank, self.world_size, None)
@@ -123,19 +134,23 @@ class Worker(RankProcess):
         return group
 
     def _check_all_reduce(self, framework: Framework) -> float:
-        """Check a small all-reduce before anything depends on one, and return its rate in bytes per
-        second; raise ExchangeError if its sum is wrong.
+        """Run a small all-reduce over all ranks before anything depends on one: one call that is
+        not timed, then `ALL_REDUCES` timed ones. Return tensor bytes per second of a call; raise
+        ExchangeError if the sum is wrong.
         """
         work, size_bytes, check = framework.prepare_all_reduce()
         time_calls(work, framework, 1)  # the first call sets up connections
         time_s = time_calls(work, framework, ALL_REDUCES) / ALL_REDUCES
         problem = check()
         if problem is not None:
-            raise ExchangeError(f"an all-reduce over {self.world_size} ranks gave {problem}")
+            raise ExchangeError(f"an all-reduce over {self.world_size} ranks is wrong: {problem}")
         return size_bytes / time_s
 
     def _read_data(self) -> tuple[PreparedData, float]:
-        """Read and tokenize the task's data, and return them with the seconds that it took."""
+        """Read and tokenize the task's data for this rank's case and scope, and return them with
+        the seconds that it took; runs in a thread. Raises RequestError if data are missing or
+        wrong.
+        """
         begin_s = now()
         sources = Sources(self.spec.data, self.spec.tokenizer, self.spec.weights)
         scope, case = self.spec.scope, self.case
@@ -148,8 +163,9 @@ class Worker(RankProcess):
         )
 
     def _store_data(self, prepared: PreparedData, time_s: float) -> PreparedData:
-        """Keep outputs and counter of the data for later, add their facts and reading time to the
-        rank file, and return the data unchanged.
+        """Store the outputs of the read data as `self.outputs` and create the counter of steps, add
+        facts, reading time (`beside`) and, on rank 0, the common outputs to the rank file, and
+        return the data unchanged.
         """
         self.outputs = prepared.outputs
         window = getattr(self.case.question.model, "window", None)  # some families have it
@@ -161,11 +177,11 @@ class Worker(RankProcess):
         return prepared
 
     def _start_checkpoints(self, fingerprint: str) -> CheckpointSchedule | None:
-        """Return where and how often checkpoints are saved, or None if none are; rank 0 creates the
-        folder and describes the run in it.
+        """Return where and after how many steps checkpoints are saved, or None if none are; rank 0
+        creates the folder (FileExistsError if it exists) and writes run.json into it.
 
-        Raises RequestError if the run resumes from a checkpoint with other data, which is known
-        only now.
+        Raises RequestError if the run resumes from a checkpoint with other data, which only the
+        `fingerprint` of the data that were read shows.
         """
         spec, key = self.spec, self.case.compute_key(fingerprint)
         if (
@@ -177,7 +193,7 @@ class Worker(RankProcess):
         ):
             raise RequestError(
                 "--resume: the data or their tokens differ from those of the checkpoint; use the"
-                " same"
+                " same --data and --tokenizer"
             )
         if spec.checkpoints is None or self.case.tune.checkpoint_every is None:
             return None
@@ -199,7 +215,9 @@ class Worker(RankProcess):
     def _make_job(
         self, inputs: Any, framework: Framework, group: Any, keep: CheckpointSchedule | None
     ) -> Job:
-        """Return all that the engine is told."""
+        """Return the engine's Job for this rank: case, inputs, weights, device, position in the
+        plan, process group and checkpoints. Loading of weights is reported as progress `weights`.
+        """
         return Job(
             case=self.case,
             work=self.task.work,
@@ -220,8 +238,12 @@ class Worker(RankProcess):
         )
 
     def _calibrate(self, framework: Framework) -> dict[str, Any]:
-        """Return the measured rates of matmuls on random numbers, in the case's precision and the
-        shapes of its real batches, as fields of the rank file.
+        """Return the rates of matmuls on random numbers, measured in the case's precision and the
+        shapes of its real batches, as fields for this rank's rank file (`calibrate_matmuls`), which
+        is not changed here.
+
+        The batch is that of the first step if the headline pass has steps with global batches, else
+        it is derived from the whole pass.
         """
         steps = range(1) if self.kind.headline[0] in self.kind.stepped else None
         # counts of the whole pass, or of its first step
@@ -230,9 +252,9 @@ class Worker(RankProcess):
         return calibrate_matmuls(framework, self.case.question.precision.matmul, shapes_of)
 
     def _calibrate_after(self, framework: Framework) -> None:
-        """Time the square matmul again after the passes and add its rates to the rank file, if it
-        was timed over CPU time before: a host that was busy before the passes may be idle after
-        them.
+        """Time the square matmul again after the passes and add its rates to the rank file as
+        `matmul_cpu_rates["after"]`; does nothing unless it was timed over CPU time before, as on a
+        CPU device. A host that was busy before the passes may be idle after them.
         """
         rates, rate = self.rank_file.matmul_cpu_rates, self.rank_file.matmul_flops_per_s
         if rates and rate:
@@ -243,12 +265,13 @@ class Worker(RankProcess):
             self._update_rank_file(matmul_cpu_rates={**rates, "after": after})
 
     def _run_pass(self, engine: Engine, pass_name: str, framework: Framework) -> None:
-        """Run one pass in the measured loop, and add its window, samples and answers to the rank
-        file, which is written at the end.
+        """Run one pass on this rank in the measured loop, and add its window, samples and answers
+        to the rank file, which is written at the end with status `running`.
 
-        A bare pass has no samples and no answers. Only the first rank of each replica asks the
-        engine for answers, which the task checks; those of an initial pass are also saved beside
-        the checkpoints.
+        All ranks wait for one another first, and the memory peaks are reset. A bare pass (timed
+        without marks) has no samples and no answers. Only the first rank of each replica asks the
+        engine for answers, which the task checks (TypeError or ValueError if they do not fit);
+        those of an initial pass are also written beside the checkpoints.
         """
         framework.barrier()
         framework.reset_memory()
@@ -257,8 +280,8 @@ class Worker(RankProcess):
             framework.synchronize()
 
         def step_done(done: int) -> None:
-            """Report the progress after a step but the last: what follows the last mark is time
-            that no step accounts for.
+            """Report the progress after a step, but not after the last of the pass: what follows
+            the last mark is time that no step accounts for.
             """
             # the last is reported below: after its mark comes time that no step accounts for
             if done < total:
@@ -294,9 +317,12 @@ class Worker(RankProcess):
         self.write_rank_file("running", None)  # remains if the worker is killed later
 
     def _profile_steps(self, engine: Engine, framework: Framework) -> None:
-        """Profile some more steps of the headline pass and add the profile to the rank file; the
-        first tensor- and data-parallel rank of every pipeline stage profiles, all ranks run the
-        steps. Does nothing if the run has no headline pass.
+        """Run some more steps of the best headline pass of the run, and add their profile to the
+        rank file; does nothing if the run has no headline pass.
+
+        All ranks run the steps together; the first tensor- and data-parallel rank of every pipeline
+        stage uses the profiler, the others get the profile None. Rank 0 also writes the trace, if
+        one was asked for.
         """
         pass_name = next(
             (candidate for candidate in self.kind.headline if candidate in self.spec.passes), None
@@ -318,8 +344,9 @@ class Worker(RankProcess):
             )
 
     def _count_step(self, pass_name: str, item: Work) -> dict[str, int]:
-        """Return the counts of a step: for rows that the engine names, what the data say, with the
-        engine's own padding; else what the engine counts.
+        """Return the counts of a step (`tokens`, `logits`, ... and `padded`): for rows that the
+        engine names, what the data say, with the engine's own `padded`; else the counts as the
+        engine gave them.
         """
         if item.rows is None or self._counter is None:
             return item.counts
@@ -329,11 +356,12 @@ class Worker(RankProcess):
         return counted | {"padded": item.counts.get("padded", 0)}
 
     def _store_drawn_counts(self, pass_name: str, trace: PassTrace, samples: list[Sample]) -> None:
-        """Add to the rank file what the rows of a pass must count by the data alone, whatever the
-        engine said.
+        """Add to the rank file, as `drawn`, what the rows of a pass must count by the data alone:
+        one table for each step that ran (from the checkpoint's step for a resumed run), or one for
+        the whole pass.
 
-        Only rank 0 does it, and not for bare passes, for programs that do not say what they drew,
-        or where `--steps` cuts a pass short, as it is unknown which rows were used.
+        Only rank 0 does it, and not for bare passes, for programs that do not report their rows, or
+        where `--steps` cuts a pass short, as it is unknown which rows were used.
         """
         if (
             self._counter is None
@@ -361,8 +389,9 @@ class Worker(RankProcess):
     def _store_pass(
         self, pass_name: str, trace: PassTrace, samples: list[Sample], framework: Framework
     ) -> None:
-        """Add the window of a pass (start, wall time, memory peaks) and its samples to the rank
-        file in memory.
+        """Add the window of a pass on this rank (start since the start of the run, wall, device and
+        CPU time, memory peaks), its memory in use and its samples to the rank file in memory;
+        nothing is written. `clock` of the rank file is that of the last pass that was not bare.
         """
         memory = framework.memory()
         window = PassFacts(
@@ -384,7 +413,9 @@ class Worker(RankProcess):
 
 
 def main() -> None:
-    """Read the spec file named in the first argument, run it as one rank, and exit the process."""
+    """Read the spec file named in the first argument, run it as the rank in RANK, and exit the
+    process with the code of `run_rank_process`.
+    """
     spec = WorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
     run_rank_process(partial(Worker, spec), spec.host.folder)
 

@@ -41,7 +41,11 @@ RankStatus = Literal[
 
 class RunSpec(FrozenModel):
     """The parent's part of a worker's spec: what to run, the same for all workers. Paths are
-    absolute.
+    absolute; None means random weights, generated data, a tokenizer beside weights or data, no
+    checkpoint to resume from, and no checkpoints or trace to write.
+
+    `resume` is a checkpoint's folder, `checkpoints` the new folder for all of this run's. Created
+    by run/parent.py.
     """
 
     case: Case
@@ -55,17 +59,18 @@ class RunSpec(FrozenModel):
     tokenizer: Path | None
     resume: Path | None = None
     checkpoints: Path | None = None
-    explain: bool = Field(False, description="profile a stretch of steps after the passes")
+    explain: bool = Field(False, description="profile some steps after the passes")
     trace: Path | None = Field(
-        None, description="where rank 0 leaves the whole trace of that stretch"
+        None, description="file into which rank 0 writes the whole trace of the profiled steps"
     )
     checkout: Path | None = Field(
-        None, description="the folder of the program that the engine starts, where it is one"
+        None, description="folder of the program that the engine starts; None: it starts none"
     )
 
 
 class WorkerSpec(FrozenModel):
-    """All that a worker is told. Its rank, its rank on its host and the world size are in the
+    """The spec file of the workers of a host: what the parent says (`run`) and what the node agent
+    adds (`host`). A worker's rank, rank on its host and world size are not in it but in the
     environment variables RANK, LOCAL_RANK and WORLD_SIZE. A worker ends when its stdin is closed.
     """
 
@@ -74,31 +79,33 @@ class WorkerSpec(FrozenModel):
 
 
 def parse_rank_file(text: str, rank: int) -> "RankFile":
-    """Parse the JSON text of a rank file and return it; raise ValueError with the reason if it is
-    not a valid rank file or is that of another rank than `rank`.
+    """Parse the JSON text of a rank file and return it; raise ValueError with the first problem if
+    it is no JSON, not valid, or states another rank than `rank`.
     """
     try:
         rank_file = RankFile.model_validate_json(text)
     except ValidationError as error:
         raise ValueError(describe_first_problem(error)) from error
     if rank_file.rank != rank:
-        raise ValueError(f"it is that of rank {rank_file.rank}")
+        raise ValueError(f"it is the file of rank {rank_file.rank}")
     return rank_file
 
 
 class RankFile(FrozenModel):
-    """What one worker reports: measured passes, samples, answers and facts, written after every
-    pass and at its end.
+    """What one worker reports: measured passes (`windows`), samples, answers and facts, written
+    after every pass and at its end.
 
-    `status` is `running` until the end. `outputs` are the answers of each pass as the task checked
-    them; `common` is the part of the outputs that no pass changes, which only rank 0 writes.
+    `status` is `running` until the end, then `done`, or how it failed, with `error` as text.
+    `outputs` are the answers by pass, as the task checked them; `common` is the part of the outputs
+    that no pass changes, which only rank 0 writes. `budget` is in seconds by part. `to_rank_facts`
+    makes what the record states of the rank.
     """
 
     rank: int
     device: str
     status: RankStatus
     error: str | None
-    ended_s: float = Field(description="when it was written, from the start of the run")
+    ended_s: float = Field(description="when it was written, in seconds since the start of the run")
     budget: dict[str, float]
     windows: list[PassFacts] = Field(default_factory=list)
     samples: list[Sample] = Field(default_factory=list)
@@ -109,41 +116,46 @@ class RankFile(FrozenModel):
     threads: int | None = None
     matmul_flops_per_s: float | None = None
     matmul_flops_per_cpu_s: float | None = Field(
-        None, description="the same over the CPU time of this process"
+        None,
+        description="`matmul_flops_per_s` over the CPU time of this process instead of wall time",
     )
     matmul_cpu_rates: dict[str, list[float]] = Field(
         default_factory=dict,
-        description="the same in several short timings: `before` the first pass, `after` the last",
+        description="CPU-time rates of short timings, `before` the first pass and `after` the last",
     )
     matmuls: list[MatmulRate] = Field(
-        default_factory=list, description="the case's own shapes, each with its rate"
+        default_factory=list, description="matmuls of the case's own shapes, each with its rate"
     )
     drawn: dict[str, list[dict[str, int]]] = Field(
-        default_factory=dict, description="what rows drawn count; rank 0 alone"
+        default_factory=dict,
+        description="counts of the rows that each pass must compute, from the data; rank 0 only",
     )
     all_reduce_bytes_per_s: float | None = None
     beside: dict[str, float] = Field(
-        default_factory=dict, description="time of work that ran beside parts of the budget"
+        default_factory=dict,
+        description="seconds of work that ran at the same time as parts of the budget",
     )
     compile_cache: dict[str, int] | None = Field(
-        None, description="hits and misses, where something was compiled"
+        None, description="hits and misses of the compiler's cache; None: nothing was compiled"
     )
-    clock: ClockName | None = Field(None, description="whose times its samples have")
+    clock: ClockName | None = Field(None, description="which clock the sample times are from")
     clocks: dict[str, float] = Field(
         default_factory=dict, description="seconds that each clock of the host counted so far"
     )
     in_use_bytes: dict[str, int | None] = Field(default_factory=dict)
-    profile: Profile | None = Field(None, description="of a rank that profiled a stretch")
+    profile: Profile | None = Field(
+        None, description="profile of some steps, of a rank that profiled"
+    )
     details: EngineDetails = EngineDetails()
     benches: list[BenchTimings] = Field(
-        default_factory=list, description="of `steelyard spec`: what this rank did of each row"
+        default_factory=list, description="timings of each row of `steelyard spec` on this rank"
     )
     weights: SerializeAsAny[WeightsFacts] = WeightsFacts(source=None)
     data: SerializeAsAny[DataFacts] | None = None
 
     def to_rank_facts(self) -> RankFacts:
-        """Return what a record states about the rank: always the fields in `ALWAYS_STATED`, the
-        other fields of RankFacts only if they are not empty.
+        """Return what a record states about this rank: of the fields of RankFacts always those in
+        `ALWAYS_STATED`, the others only if they are not empty. `host` is not set here.
         """
         names = (
             name
@@ -155,7 +167,7 @@ class RankFile(FrozenModel):
 
 def check_json_value(label: str, value: Any) -> Any:
     """Return `value` unchanged if it can be written as JSON without NaN or infinity, else raise
-    TypeError; `label` names it in the message, such as `details` of the engine.
+    TypeError that says that the engine's `label`, such as `details`, are not plain values.
     """
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
@@ -167,11 +179,12 @@ def check_json_value(label: str, value: Any) -> Any:
 def fill_program_rank_files(
     rank_files: dict[int, RankFile], world_size: int
 ) -> dict[int, RankFile]:
-    """Return rank files for all ranks of a program that one worker started and that reports for all
-    of them.
+    """Return rank files for all ranks of a program that one worker, rank 0, started and that
+    reports for all of them.
 
-    If rank 0 is done, ranks 1 to `world_size` - 1 get a rank file with status `done`, a device name
-    and rank 0's budget and end time, without samples. Otherwise `rank_files` is returned as it is.
+    If rank 0 is done, ranks 1 to `world_size` - 1 get a new rank file with status `done`, a device
+    name and rank 0's budget and end time, without samples; others in `rank_files` are dropped. If
+    it is missing or not done, `rank_files` is returned as it is.
     """
     first = rank_files.get(0)
     if first is None or first.status != "done":
