@@ -103,7 +103,7 @@ def test_cuda_visible_devices_selects_devices(
 
 
 def test_a_mig_device_is_refused() -> None:
-    with pytest.raises(RequestError, match="'MIG-1', a part of a device; use whole devices"):
+    with pytest.raises(RequestError, match="'MIG-1', a MIG device; use whole devices"):
         nvml.select_visible([A, B], "MIG-1")
 
 
@@ -161,5 +161,5 @@ def test_an_invalid_third_party_accelerator_is_refused(
 
 
 def test_an_unknown_accelerator_is_refused() -> None:
-    with pytest.raises(RequestError, match="accelerator 'tpu' is not known; known: cuda, cpu"):
+    with pytest.raises(RequestError, match="accelerator 'tpu' is not known; allowed: cuda, cpu"):
         accelerators.find_accelerator("tpu")

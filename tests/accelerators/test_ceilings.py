@@ -11,8 +11,8 @@ import torch
 from steelyard.accelerators import cpu, cpu_torch, cuda_torch
 
 HOST_BYTES = psutil.virtual_memory().total
-CGROUP_LIMIT_TEXT = "not tried: the limit of its control group"
-HOST_MEMORY_TEXT = "not tried: the host's memory, which no control group limits further"
+CGROUP_LIMIT_TEXT = "not measured: limit of the control group"
+HOST_MEMORY_TEXT = "not measured: memory of the host, which no control group limits further"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_memory_capacity_of_a_cpu_is_the_limit_of_its_cgroup_or_host(
 def test_memory_capacity_of_a_cpu_is_not_measured():
     capacity_bytes, explanation = cpu_torch.CpuTorchDevice(0, lambda: 0.0).capacity()
     assert 0 < capacity_bytes <= HOST_BYTES
-    assert explanation.startswith("not tried: ")
+    assert explanation.startswith("not measured: ")
 
 
 @pytest.mark.parametrize(

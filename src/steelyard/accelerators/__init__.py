@@ -84,24 +84,26 @@ CPU = Accelerator(
 
 
 def load_accelerators() -> dict[str, Accelerator]:
-    """Return all accelerators by name, shipped and installed, in order of preference: the CPU,
-    which every machine has, is last. Raises RequestError if an installed package's entry is not
-    usable.
+    """Return all accelerators by name, shipped and of installed packages, in order of preference:
+    cuda, installed ones, and last the CPU, which every machine has. Raises RequestError if an
+    installed package's entry cannot be loaded, is no `Accelerator`, or has a name that is taken.
     """
     rows = plugins.load_rows_by_name([CUDA, CPU], ENTRY_POINT_GROUP, Accelerator, "accelerator")
     return {name: row for name, row in rows.items() if row is not CPU} | {CPU.name: rows[CPU.name]}
 
 
 def collect_names(field: Callable[[Accelerator], Iterable[str]]) -> frozenset[str]:
-    """Return the names that any accelerator lists in a field, of all accelerators together: workers
-    may use libraries of several, such as Gloo beside NCCL. `field` reads the field.
+    """Return the names, such as environment variables, that any accelerator lists in a field, of
+    all accelerators together: workers may use libraries of several, such as Gloo beside NCCL.
+    `field` is a function that returns the field of an accelerator.
     """
     return frozenset(name for row in load_accelerators().values() for name in field(row))
 
 
 def collect_settings(field: Callable[[Accelerator], Mapping[str, str]]) -> dict[str, str]:
-    """Return the mappings that all accelerators have in a field, merged into one. `field` reads the
-    field.
+    """Return the mappings that all accelerators have in a field, merged into one dict; of equal
+    keys the later accelerator's value counts. `field` is a function that returns the field of an
+    accelerator.
     """
     return {
         name: value for row in load_accelerators().values() for name, value in field(row).items()
@@ -114,21 +116,26 @@ def list_tune_variables() -> frozenset[str]:
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Return the accelerator of this name. Raises RequestError if it is not known."""
+    """Return the accelerator of this name, shipped or of an installed package. Raises RequestError,
+    with the known names, if there is none.
+    """
     rows = load_accelerators()
     if name not in rows:
-        raise RequestError(f"accelerator {name!r} is not known; known: {', '.join(rows)}")
+        raise RequestError(f"accelerator {name!r} is not known; allowed: {', '.join(rows)}")
     return rows[name]
 
 
 def detect_accelerator() -> Accelerator:
-    """Return the first accelerator that has a device on this machine; the CPU if none has."""
+    """Return the first accelerator, in order of preference, that finds a device on this machine;
+    the CPU if no other does. Asks drivers; RequestError if one fails.
+    """
     return next((row for row in load_accelerators().values() if row.find()), CPU)
 
 
 def find_peak(accelerator: Accelerator, device: DetectedDevice) -> Peak | None:
-    """Return the datasheet peaks of a device, by its name and memory; None if it is unknown: a
-    device never gets another's peaks. Rows that come with the accelerator are looked at first.
+    """Return the datasheet peaks of a device, by its exact name and its memory; None if it is
+    unknown: a device never gets another's peaks. Rows that come with the accelerator are looked at
+    before those of peaks.toml.
     """
     rows = (*accelerator.peaks, *load_shipped_peaks())
     return next((row for row in rows if row.is_of_device(device.name, device.memory_bytes)), None)

@@ -31,16 +31,17 @@ PROBE_TIMEOUT_S = 120.0
 
 
 def read_model_name(cpuinfo: Path = CPUINFO) -> str:
-    """Return the CPU's model, or the machine's architecture if the kernel names no model (most Arm
-    machines).
+    """Return the CPU's model as text, from the key "model name" of `cpuinfo`, or the machine's
+    architecture, such as aarch64, if the kernel names no model (most Arm machines) or the file
+    cannot be read.
     """
     model = _read_cpuinfo("model name", cpuinfo)
     return platform.machine() if model is None else model
 
 
 def _read_cpuinfo(key: str, cpuinfo: Path) -> str | None:
-    """Return the value of the first line of /proc/cpuinfo with this key; None if there is none or
-    it cannot be read.
+    """Return the value of the first line of /proc/cpuinfo (or the file `cpuinfo`) with this key,
+    without spaces around it; None if there is none or the file cannot be read.
     """
     try:
         lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
@@ -50,7 +51,9 @@ def _read_cpuinfo(key: str, cpuinfo: Path) -> str | None:
 
 
 def find_cpu() -> list[DetectedDevice]:
-    """Return the machine's CPUs, as a list of one device."""
+    """Return the machine's CPUs as a list of one device: the CPU's model as name and the host's
+    whole memory; no UUID or driver.
+    """
     return [DetectedDevice(read_model_name(), None, psutil.virtual_memory().total, 0, None)]
 
 
@@ -61,8 +64,9 @@ def read_free_bytes() -> int:
 
 
 def read_available_bytes() -> int:
-    """Return the bytes that this process can still take: of the host's free memory, within the
-    limits of its control group and of its address space (ulimit -v); at least 0.
+    """Return the bytes that this process can still take, the least of: the host's free memory, the
+    limit of its control group (or the host's memory) less its resident memory, and the limit of its
+    address space (ulimit -v), if set, less what it has mapped; at least 0.
     """
     memory_info = psutil.Process().memory_info()
     limits = [read_free_bytes(), read_memory_limit()[0] - memory_info.rss]
@@ -73,8 +77,11 @@ def read_available_bytes() -> int:
 
 
 def read_memory_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> tuple[int, str]:
-    """Return the bytes that this process can have at most, and a text that says who limits them:
-    its control group, or the host's memory. Nothing is allocated.
+    """Return (bytes that this process can have at most, a text that says who limits them): the
+    lowest limit of its control group and those above it, or the host's memory if that is not more.
+    Nothing is allocated.
+
+    `proc` and `cgroups` are the folders that are read, for tests.
     """
     host = psutil.virtual_memory().total
     limits = [
@@ -84,13 +91,14 @@ def read_memory_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> tuple[int, 
     ]
     least = min(limits, default=host)
     if least < host:
-        return least, "not tried: the limit of its control group"
-    return host, "not tried: the host's memory, which no control group limits further"
+        return least, "not measured: limit of the control group"
+    return host, "not measured: memory of the host, which no control group limits further"
 
 
 def _list_limit_files(proc: Path, cgroups: Path) -> list[Path]:
-    """Return the files that may limit this process's memory: of its control group and all groups
-    above it, in cgroup versions 2 and 1. They need not exist.
+    """Return the paths of files that may limit this process's memory: of its control group and all
+    groups above it, in cgroup versions 2 (memory.max) and 1 (memory.limit_in_bytes), from the root
+    down. They need not exist. Empty if the process's groups cannot be read.
     """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
@@ -132,8 +140,11 @@ def make_cpu_source() -> TelemetrySource:
 
 
 class HostDevice:
-    """The device class of a CPU without a framework; each framework's class adds its part. All
-    ranks of a host share its CPUs.
+    """The device class of a CPU without a framework; CpuTorchDevice and CpuPaddleDevice inherit it
+    and add their part, such as `set_precision`. All ranks of a host share its CPUs.
+
+    Events are readings of the host's clock, `synchronize` and `reset_memory` do nothing, `memory`
+    is the resident memory of this process, and collectives run on gloo.
     """
 
     backend = "gloo"
@@ -153,8 +164,8 @@ class HostDevice:
         """Do nothing: frameworks count no memory of a CPU."""
 
     def memory(self) -> dict[str, int | None]:
-        """Return `in_use_bytes`, the resident memory of this process now; the framework's counts
-        are None.
+        """Return the CPU memory of this process as a dict: `in_use_bytes`, its resident memory now;
+        `allocated_bytes` and `reserved_bytes`, the framework's peaks, are None.
         """
         return {
             "allocated_bytes": None,
@@ -163,21 +174,26 @@ class HostDevice:
         }
 
     def identity(self) -> dict[str, Any]:
-        """Return name and memory of the host's CPUs; `uuid`, `capability` and `multiprocessors` are
-        None.
+        """Return what identifies the host's CPUs as a device: `name` (the model) and `memory_bytes`
+        of the host; `uuid`, `capability` and `multiprocessors` are None.
         """
         device = find_cpu()[0]
         unknown = dict.fromkeys(("capability", "multiprocessors"))
         return {"name": device.name, "uuid": None, "memory_bytes": device.memory_bytes, **unknown}
 
     def versions(self) -> dict[str, str | None]:
-        """Return None for cuda, cudnn and nccl: a record states that they were not used."""
+        """Return None for `cuda`, `cudnn` and `nccl`, in a dict: a record of a CPU states that they
+        were not used.
+        """
         return {"cuda": None, "cudnn": None, "nccl": None}
 
 
 class ResidentMemoryReader:
     """Reads the resident bytes of processes and all their descendants, added up; pages that
-    processes share count for each. Descendants are searched at every fifth reading only, because
+    processes share count for each. An instance is called with process ids, as
+    `TelemetrySource.read`.
+
+    Descendants are searched at every fifth reading only, or if the process ids change, because
     searching takes longer than reading.
     """
 
@@ -187,8 +203,9 @@ class ResidentMemoryReader:
         self._descendants: list[int] = []
 
     def __call__(self, pids: tuple[int, ...]) -> Reading:
-        """Return `memory_bytes` of these processes and their descendants; None if none of them
-        exists.
+        """Return {"memory_bytes": the summed resident bytes of these processes and their
+        descendants}, each process once; None as value if none of them exists. The descendants are
+        those of the last search, at most four readings ago.
         """
         if self._readings % SEARCH_EVERY == 0 or pids != self._pids:
             self._pids, self._descendants = pids, list_descendants(pids, PROC)
@@ -212,8 +229,11 @@ def _read_resident_bytes(pid: int) -> int | None:
 
 
 def list_descendants(pids: tuple[int, ...], proc: Path = PROC) -> list[int]:
-    """Return all descendants of these processes, without themselves, from the kernel's lists of
-    children: looking through all processes of a host would disturb a measurement.
+    """Return the process ids of all descendants of these processes, without themselves, children
+    before grandchildren; processes that are gone have none.
+
+    Read from the kernel's lists of children below `proc`: looking through all processes of a host
+    would disturb a measurement.
     """
     out: list[int] = []
     level = list(pids)
@@ -232,8 +252,8 @@ def count_threads(pid: int, proc: Path = PROC) -> int:
 
 
 def _list_children(pid: int, proc: Path) -> list[int]:
-    """Return the child processes of all threads of a process; empty if it is gone or the kernel
-    does not list them.
+    """Return the ids of the child processes of all threads of a process, from `proc`; those read so
+    far, maybe none, if it ends meanwhile or the kernel does not list them.
     """
     children: list[int] = []
     try:
@@ -245,10 +265,12 @@ def _list_children(pid: int, proc: Path) -> list[int]:
 
 
 def choose_worker_environment(matmul: str) -> dict[str, str]:
-    """Return environment variables for workers: oneDNN is limited to AVX-512 if matmuls run in bf16
-    or fp8 and AMX does not work, unless the user has set that variable. Some virtual machines
-    advertise AMX, and die of an illegal instruction in any bf16 matmul. May start a process that
-    tries it.
+    """Return environment variables for workers on a CPU: {ONEDNN_MAX_CPU_ISA: AVX-512} if matmuls
+    run in bf16 or fp8 (`matmul`), the CPU advertises AMX that does not work, and the user has not
+    set the variable; else an empty dict. The environment itself is not changed.
+
+    Some virtual machines advertise AMX, and die of an illegal instruction in any bf16 matmul. May
+    start a process that tries it.
     """
     return (
         {ISA_VARIABLE: ISA_WITHOUT_AMX}
@@ -260,8 +282,9 @@ def choose_worker_environment(matmul: str) -> dict[str, str]:
 
 
 def has_working_amx() -> bool | None:
-    """Return whether matrix tiles (AMX) that the CPU advertises work; None if it advertises none.
-    The first call starts a process that tries it.
+    """Return whether the matrix tiles (AMX) that the CPU advertises work; None if it advertises
+    none. The first call starts a process that tries it with torch (True if that is not installed);
+    the answer is cached.
     """
     return _can_multiply_bf16() if "amx_bf16" in _read_flags() else None
 
@@ -273,9 +296,9 @@ def _read_flags(cpuinfo: Path = CPUINFO) -> set[str]:
 
 @cache
 def _can_multiply_bf16() -> bool:
-    """Return whether a process that multiplies in bf16 with torch is not killed by an illegal
-    instruction; True if torch is not installed or it times out. The process is started once, and
-    the answer cached.
+    """Return False if a process that multiplies in bf16 with torch is killed by an illegal
+    instruction; True in all other cases, also if torch is not installed, it fails otherwise, or
+    takes over 120 s. The process is started once, and the answer cached.
     """
     if find_spec("torch") is None:
         return True

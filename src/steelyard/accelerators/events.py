@@ -7,11 +7,13 @@ from typing import Any, Literal, Protocol
 
 Clock = Callable[[], float]
 ClockName = Literal["device", "host", "reported"]  # whose clock the times of a pass are from
-DIFFERENT_CLOCKS = "events of two kinds of device have no distance"
+DIFFERENT_CLOCKS = "events on different clocks cannot be compared"
 
 
 class Event(Protocol):
-    """A point in time of a device. Only events of the same kind can be compared."""
+    """A point in time of a device (a protocol): `elapsed_s(later)` returns the seconds to a later
+    one. Only events of the same kind can be compared.
+    """
 
     def elapsed_s(self, later: "Event") -> float:
         """Return the seconds from this event to a later one; both must have happened. Raises
@@ -20,7 +22,9 @@ class Event(Protocol):
 
 
 class Timeline(Protocol):
-    """What the measured loop (run/measure.py) needs of a device."""
+    """What the measured loop (run/measure.py) needs of a device (a protocol): `event` marks a point
+    in its stream, `synchronize` waits for all its work. Every FrameworkDevice has both.
+    """
 
     def event(self) -> Event:
         """Return an event on the framework's current stream; the host does not wait for it."""
@@ -30,13 +34,17 @@ class Timeline(Protocol):
 
 
 class _ClockEvent:
-    """A reading of a clock, in seconds. Two of the same class are on the same clock."""
+    """A reading of a clock, in seconds (`time_s`); base of HostEvent and ReportedEvent. Two of the
+    same class are on the same clock; `elapsed_s` refuses others.
+    """
 
     def __init__(self, time_s: float) -> None:
         self.time_s = time_s
 
     def elapsed_s(self, later: Event) -> float:
-        """Return the seconds to a later reading. Raises TypeError for one of another class."""
+        """Return the seconds from this clock reading to a later one, negative if that is earlier.
+        Raises TypeError for an event of another class.
+        """
         if type(later) is not type(self):
             raise TypeError(DIFFERENT_CLOCKS)
         return later.time_s - self.time_s
@@ -55,16 +63,16 @@ class HostEvent(_ClockEvent):
 
 
 class StreamEvent:
-    """An event in a device's stream, made from a framework's own event (with timing) that has been
-    recorded; the host does not wait for it.
+    """An event in a device's stream: wraps a framework's own event, made with timing and already
+    recorded, whose `elapsed_time` is in milliseconds; the host does not wait for it.
     """
 
     def __init__(self, event: Any) -> None:
         self._event = event
 
     def elapsed_s(self, later: Event) -> float:
-        """Return the seconds on the device to a later event. Raises TypeError for an event that is
-        not in a stream.
+        """Return the seconds on the device from this stream event to a later one; both must have
+        happened. Raises TypeError for an event that is not a StreamEvent.
         """
         if not isinstance(later, StreamEvent):
             raise TypeError(DIFFERENT_CLOCKS)
@@ -73,7 +81,9 @@ class StreamEvent:
 
 
 def get_clock_name(event: Event) -> ClockName:
-    """Return whose clock an event is on: "host", "reported" (external program), "device"."""
+    """Return whose clock an event is on: "host" for a HostEvent, "reported" for a ReportedEvent
+    (times that an external program reported), "device" for any other.
+    """
     return (
         "host"
         if isinstance(event, HostEvent)

@@ -23,8 +23,9 @@ from steelyard.words import Message
 
 @dataclass(frozen=True)
 class ClockReason:
-    """A reason why a device's clock is below its maximum, which is one bit of NVML's mask, and what
-    it means for a run.
+    """A reason why an NVIDIA device's clock is below its maximum: one bit of NVML's mask, its name
+    in records, and what it means for a run (`severity`: nothing, a note, or that the run is
+    invalid).
     """
 
     bit: int
@@ -51,8 +52,8 @@ SEVERITY: dict[str, Severity] = {reason.name: reason.severity for reason in CLOC
 
 
 def list_reason_names(mask: int) -> list[str]:
-    """Return the name of every set bit of NVML's mask; a bit that is not in `CLOCK_REASONS` is
-    named `unknown_0x…`.
+    """Return the name of every set bit of NVML's mask of clock reasons, lowest bit first; a bit
+    that is not in `CLOCK_REASONS` is named `unknown_0x…`. Empty for 0.
     """
     known = {reason.bit: reason.name for reason in CLOCK_REASONS}
     bits = [1 << position for position in range(mask.bit_length()) if mask >> position & 1]
@@ -60,8 +61,8 @@ def list_reason_names(mask: int) -> list[str]:
 
 
 def _import_pynvml() -> Any:
-    """Import and return pynvml when it is needed, so that the tables of this module can be used
-    without it.
+    """Import pynvml now, not with this module, and return it, so that the tables of this module can
+    be used without it. Raises ImportError if it is not installed.
     """
     import pynvml
 
@@ -70,7 +71,8 @@ def _import_pynvml() -> Any:
 
 def find_nvidia_devices(visible: str | None) -> list[DetectedDevice]:
     """Return the devices that a CUDA program would see if CUDA_VISIBLE_DEVICES had the value
-    `visible` (None: unset), in its order; empty without an NVIDIA driver.
+    `visible` (None: unset), in its order; empty without an NVIDIA driver, and for "" or "-1". NVML
+    is opened and closed again.
 
     Plain indices are NVML's, which are those of CUDA_DEVICE_ORDER=PCI_BUS_ID: workers must run with
     that set. Raises RequestError if NVML fails, or for a MIG device.
@@ -101,7 +103,10 @@ def _make_nvml_error(error: Exception) -> RequestError:
 
 
 def _list_devices(nvml: Any) -> list[DetectedDevice]:
-    """Return all NVIDIA devices of this machine, in NVML's order. NVML must be initialized."""
+    """Return all NVIDIA devices of this machine, in NVML's order, with name, UUID, memory (None if
+    the device does not tell), index and driver version. NVML must be initialized; its errors are
+    raised.
+    """
     driver = nvml.nvmlSystemGetDriverVersion()
     devices = []
     for index in range(nvml.nvmlDeviceGetCount()):
@@ -122,9 +127,9 @@ def _list_devices(nvml: Any) -> list[DetectedDevice]:
 
 
 def select_visible(devices: list[DetectedDevice], visible: str | None) -> list[DetectedDevice]:
-    """Return the devices that CUDA_VISIBLE_DEVICES=`visible` leaves, by CUDA's own rules: nothing
-    after the first entry that names no device; no device at all if one is named twice. Raises
-    RequestError for a MIG device.
+    """Return the devices that CUDA_VISIBLE_DEVICES=`visible` leaves, in its order, by CUDA's own
+    rules: nothing after the first entry that names no device; no device at all if one is named
+    twice. None leaves all. Raises RequestError for a MIG device.
     """
     if visible is None:
         return devices
@@ -140,13 +145,12 @@ def select_visible(devices: list[DetectedDevice], visible: str | None) -> list[D
 
 
 def _find_visible(devices: list[DetectedDevice], entry: str) -> DetectedDevice | None:
-    """Return the device that one entry of CUDA_VISIBLE_DEVICES names, by index or by a unique
-    beginning of its UUID; None if there is none. Raises RequestError for a MIG device.
+    """Return the device that one entry of CUDA_VISIBLE_DEVICES names, by NVML's index or by a
+    beginning of its UUID (GPU-…) that only one device has; None if there is none or several. Raises
+    RequestError for a MIG device (MIG-…).
     """
     if entry.startswith("MIG-"):
-        raise RequestError(
-            f"CUDA_VISIBLE_DEVICES names {entry!r}, a part of a device; use whole devices"
-        )
+        raise RequestError(f"CUDA_VISIBLE_DEVICES names {entry!r}, a MIG device; use whole devices")
     if entry.startswith("GPU-"):
         matches = [
             device
@@ -197,7 +201,9 @@ SLOW_INTERVAL = 10
 
 
 def read_free_device_bytes(devices: list[DetectedDevice]) -> list[int | None]:
-    """Return the bytes of each device's memory that no process uses; None if unknown."""
+    """Return, for each device, its memory less what is in use on it by any process, in bytes; None
+    if either is unknown. Initializes NVML, which stays open.
+    """
     used = [source.read(())["memory_bytes"] for source in make_sources(devices)]
     return [
         (
@@ -210,8 +216,11 @@ def read_free_device_bytes(devices: list[DetectedDevice]) -> list[int | None]:
 
 
 def make_sources(devices: list[DetectedDevice]) -> list[TelemetrySource]:
-    """Return a telemetry source for each device. Initializes NVML, which stays open until the
-    process ends.
+    """Return a telemetry source for each device, named `cuda:0`, `cuda:1`, … by position.
+    Initializes NVML, which stays open until the process ends; NVML's errors are raised.
+
+    The energy counter is read at every tenth reading, more rarely from four devices on; `read_all`
+    always reads it.
     """
     nvml = _import_pynvml()
     nvml.nvmlInit()
@@ -275,9 +284,13 @@ ADVICE = {  # what helps against a finding of `steelyard check`, by its key
 
 
 def read_settings(devices: list[DetectedDevice], root: Path = Path("/")) -> list[DeviceSettings]:
-    """Return the settings of each device that can change its speed (clocks, power limit, ECC, MIG,
-    …), with the NUMA node that it is attached to; None for what a driver does not tell. Nothing is
-    changed. NVML stays open until the process ends.
+    """Return the settings of each device that can change its speed, one dict for each, by the keys
+    of `SETTING_CALLS` (clocks in MHz, power in W, ECC, MIG, processes, …), with `device` (cuda:0,
+    by position), `invalidating` (active clock reasons that would make a run invalid) and
+    `numa_node`; None for what a driver does not tell. Empty without devices.
+
+    Nothing is changed. NVML stays open until the process ends. `root` is the root of the file
+    system in which sysfs is read.
     """
     if not devices:
         return []  # there may be no driver to ask
@@ -307,8 +320,9 @@ def read_settings(devices: list[DetectedDevice], root: Path = Path("/")) -> list
 
 
 def read_numa_node(address: str, root: Path = Path("/")) -> int | None:
-    """Return the NUMA node of a PCI device from sysfs; None if the machine does not tell. `address`
-    is NVML's bus id, whose domain has eight digits where the kernel's has four.
+    """Return the NUMA node of a PCI device from sysfs below `root`; None if the machine does not
+    tell, or says -1. `address` is NVML's bus id, whose domain has eight digits where the kernel's
+    has four.
     """
     domain, _, bus_and_slot = address.lower().partition(":")
     with suppress(OSError, ValueError):
@@ -322,9 +336,9 @@ def read_numa_node(address: str, root: Path = Path("/")) -> int | None:
 
 
 def read_torch_cuda_version(folder: Path | None = None) -> str | None:
-    """Return the CUDA version that the installed torch was built for, from the text of its
-    version.py, since importing torch takes seconds; None if torch is not installed or has no CUDA.
-    `folder` is torch's package folder.
+    """Return the CUDA version that the installed torch was built for, such as "12.8", from the text
+    of its version.py, since importing torch takes seconds; None if torch is not installed, cannot
+    be read or has no CUDA. `folder` is torch's package folder; None: it is looked for.
     """
     if folder is None:
         spec = find_spec("torch")
@@ -349,8 +363,11 @@ def _format_cuda_version(number: int) -> str:
 
 
 class NvmlReader:
-    """Reads the telemetry columns of one device. Slow columns are read at every `slow_interval`-th
-    reading, and are None between them.
+    """Reads the telemetry columns of one NVIDIA device (`TELEMETRY_CALLS`): call it for a reading,
+    as `TelemetrySource.read` does; columns that the device lacks are None.
+
+    The slow column `energy_j` is read at every `slow_interval`-th call only, and is None between
+    them; `read_all` reads it always, for the first and last reading.
     """
 
     def __init__(self, nvml: Any, handle: Any, slow_interval: int) -> None:
@@ -358,16 +375,23 @@ class NvmlReader:
         self._count = 0
 
     def __call__(self, _pids: tuple[int, ...]) -> Reading:
-        """Return a reading; the process ids are not used, since NVML reads whole devices."""
+        """Return a reading of one NVIDIA device by column, and count it; slow columns (`energy_j`)
+        are None but for every `slow_interval`-th call. The process ids are not used, since NVML
+        reads whole devices.
+        """
         self._count += 1
         return self._read(self._count % self._slow_interval == 0)
 
     def read_all(self, _pids: tuple[int, ...]) -> Reading:
-        """Return a reading with all columns, slow ones too."""
+        """Return a reading of one NVIDIA device by column, slow columns (`energy_j`) included; it
+        does not count as a call. The process ids are not used.
+        """
         return self._read(slow=True)
 
     def _read(self, slow: bool) -> Reading:
-        """Return all columns by name, slow ones as None unless `slow`."""
+        """Return all telemetry columns of the device by name; slow ones (`energy_j`) are None
+        unless `slow`, and so are those that the device lacks.
+        """
         return {
             column: _call_first(self._nvml, self._handle, calls)
             if slow or column not in SLOW_COLUMNS
@@ -377,8 +401,9 @@ class NvmlReader:
 
 
 def _call_first(nvml: Any, handle: Any, calls: tuple[NvmlCall, ...]) -> Any:
-    """Return the result of the first call that works; None if none does, because the device, its
-    driver or this release of pynvml (AttributeError) lacks them.
+    """Return the result of the first of these calls, each given (nvml, device handle), that works;
+    None if none does, because the device, its driver (NVMLError) or this release of pynvml
+    (AttributeError) lacks them. Other errors are raised.
     """
     for call in calls:
         try:

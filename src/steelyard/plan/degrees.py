@@ -19,10 +19,10 @@ DIVIDED_SIZES = {"tp": (("key groups", "kv_heads"), ("FFN columns", "ffn"))}
 DEGREES_PATTERN = re.compile(r"(?=.)(?:TP\d{0,4})?(?:PP\d{0,4})?(?:DP\d{0,4})?", re.ASCII)
 # Degrees that users of other programs write, and that no engine here has.
 UNSUPPORTED_DEGREES = {
-    "VP": "virtual pipeline stages: megatron-core's losses under them were off by 0.04",
+    "VP": "virtual pipeline stages (with them megatron-core's losses were wrong by 0.04)",
     "SP": (
-        "sequence parallelism of its own: megatron-core's needs Transformer Engine, and engine"
-        " torch's comes with TP"
+        "a separate degree for sequence parallelism (megatron-core's needs Transformer Engine;"
+        " engine torch's comes with TP)"
     ),
     "CP": "context parallelism",
     "EP": "expert parallelism",
@@ -34,8 +34,10 @@ Degree = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 
 
 class Plan(FrozenModel):
-    """A parallel plan: `nodes` hosts of `devices` devices each, and degrees `tp`, `pp` and `dp`,
-    whose product is the world size. `launcher` is how processes are started.
+    """A parallel plan, stored in records: `nodes` hosts of `devices` devices each, and degrees
+    `tp`, `pp` and `dp` of tensor, pipeline and data parallelism, whose product is the world size.
+    `launcher` names how processes are started, such as local. As text it is TP2PP1DP4. Made by
+    `make_plan`.
     """
 
     nodes: Degree
@@ -61,7 +63,9 @@ class Plan(FrozenModel):
 
 @dataclass(frozen=True)
 class RankPosition:
-    """The position of a rank in a plan: tensor-parallel rank, stage and replica, from 0."""
+    """The position of a rank in a plan, each from 0: rank in its tensor-parallel group (`tp`),
+    pipeline stage (`pp`) and replica (`dp`).
+    """
 
     tp: int
     pp: int
@@ -69,8 +73,9 @@ class RankPosition:
 
 
 def find_position(plan: Plan, rank: int) -> RankPosition:
-    """Return the position of a rank: ranks of one tensor-parallel group are neighbours, then come
-    pipeline stages, then replicas.
+    """Return the position of a rank in a plan: ranks of one tensor-parallel group are neighbours,
+    then come pipeline stages, then replicas (rank = tp + TP · (pp + PP · dp)). Ranks beyond the
+    world are not refused.
     """
     return RankPosition(rank % plan.tp, rank // plan.tp % plan.pp, rank // (plan.tp * plan.pp))
 
@@ -78,11 +83,11 @@ def find_position(plan: Plan, rank: int) -> RankPosition:
 def make_plan(
     case: Case, nodes: int, devices: int, sample_size: int | None = None, launcher: str = "local"
 ) -> Plan:
-    """Return the plan that `tune.parallel` asks for, over all devices. `sample_size` is how many
-    rows or samples of a global batch are in scope; None: all.
+    """Return the plan that `tune.parallel` asks for, over all nodes · devices. `sample_size` is how
+    many rows or samples of a global batch are in scope; None: all.
 
-    Raises RequestError if the degrees do not match the number of devices, or the model or batch
-    cannot be divided so.
+    Raises RequestError if nodes or devices are below 1, the degrees are malformed or do not match
+    the number of devices, or the model or batch cannot be divided so.
     """
     if nodes < 1 or devices < 1:
         raise RequestError(f"--nodes {nodes} --devices {devices}: both must be at least 1")
@@ -94,11 +99,13 @@ def make_plan(
 
 
 def parse_degrees(text: str, world: int) -> tuple[int, int, int]:
-    """Return TP, PP and DP of a text such as TP2PP4DP1, for `world` devices. The one degree without
-    a number, or else DP if it is not named, takes the devices that the others leave.
+    """Return (TP, PP, DP) of a text such as TP2PP4DP1, for `world` devices; a degree that is not
+    named is 1. The one degree without a number, or else DP if it is not named, takes the devices
+    that the others leave.
 
-    Raises RequestError if the text is not of this form, names a parallelism that no engine has, or
-    does not match the number of devices.
+    Raises RequestError if the text is not of this form and order, names a parallelism that no
+    engine has (VP, SP, CP, EP), leaves two degrees open or has a 0, or does not match the number of
+    devices.
     """
     for name, explanation in UNSUPPORTED_DEGREES.items():
         if name in text:
@@ -126,8 +133,8 @@ def parse_degrees(text: str, world: int) -> tuple[int, int, int]:
     if world % product or (not unnumbered and product != world):
         needed_text = f"{product} devices" if not unnumbered else f"a multiple of {product} devices"
         raise RequestError(
-            f"--parallel {text!r} takes {needed_text} and there are {world}; change --devices, --nodes"
-            " or the factors"
+            f"--parallel {text!r} needs {needed_text}, and there are {world}; change --devices,"
+            " --nodes or the degrees"
         )
     degree_by_name = (
         {"TP": 1, "PP": 1, "DP": 1} | numbered | dict.fromkeys(unnumbered, world // product)
@@ -136,8 +143,8 @@ def parse_degrees(text: str, world: int) -> tuple[int, int, int]:
 
 
 def _check_model(case: Case, tp: int, pp: int) -> None:
-    """Raise RequestError if TP does not divide the model's key heads or FFN columns, or PP is used
-    for a kind of work without a pipeline.
+    """Raise RequestError if TP does not divide the model's key heads or FFN columns (where it has
+    such fields), or PP is above 1 for a kind of work without a pipeline (scoring).
     """
     model = case.question.model
     sizes = {
@@ -153,7 +160,8 @@ def _check_model(case: Case, tp: int, pp: int) -> None:
                 if not any(size % n for size in sizes.values())
             ]
             raise RequestError(
-                f"TP{tp} does not divide the model's {size} {size_name}; allowed: {', '.join(allowed)}"
+                f"TP{tp} does not divide the model's {size} {size_name}; allowed:"
+                f" {', '.join(allowed)}"
             )
     if pp > 1 and not case.question.kind_row.pipeline:
         noun = case.question.kind_row.noun
@@ -166,9 +174,10 @@ def _check_model(case: Case, tp: int, pp: int) -> None:
 def _check_training(
     case: Case, train: Train, sample_size: int | None, tp: int, pp: int, dp: int
 ) -> None:
-    """Raise RequestError if training cannot be divided so: TP must divide a row's tokens, PP be at
-    most the number of layers and of micro-batches, the sharding degree divide DP, and tied
-    embeddings are not divided at all.
+    """Raise RequestError if training cannot be divided so: TP must divide the tokens of a row, PP
+    be at most the number of layers, and, where a batch counts rows, at most the number of
+    micro-batches of a step; with `tune.sharding` its degree must divide DP; tied embeddings allow
+    neither TP, PP nor sharding.
     """
     model, tune = case.question.model, case.tune
     if train.length % tp:
@@ -194,22 +203,23 @@ def _check_training(
     accumulation = -(-rows // (dp * tune.micro_batch))
     if case.question.task_row.batch_unit == "rows" and accumulation < pp:
         raise RequestError(
-            f"PP{pp} takes an accumulation of {pp} micro-batches or more, and {rows} rows over"
+            f"PP{pp} needs at least {pp} micro-batches a step, and {rows} rows over"
             f" DP{dp} in micro-batches of {tune.micro_batch} make {accumulation}; lower PP, DP or"
             " tune.micro_batch"
         )
 
 
 def get_shard_degree(case: Case, dp: int) -> int:
-    """Return how many replicas divide among them what `tune.sharding` says; 1 if nothing is
-    divided.
+    """Return how many replicas divide among them what `tune.sharding` says: `tune.sharding_degree`,
+    else all `dp`; 1 if sharding is 0.
     """
     return (case.tune.sharding_degree or dp) if case.tune.sharding else 1
 
 
 def divide_layers(layers: int, stages: int) -> list[range]:
-    """Return the layers of each pipeline stage, as even as possible. Layers left over go to inner
-    stages first, then to the first, and last to the last stage, which has the logits.
+    """Return the range of layers of each pipeline stage, from 0, in order and as even as possible.
+    Layers left over go to inner stages first, then to the first, and last to the last stage, which
+    has the logits.
     """
     sizes = [layers // stages] * stages
     order = [*range(1, stages - 1), 0, stages - 1]

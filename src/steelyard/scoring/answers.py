@@ -33,7 +33,8 @@ MAX_WORD_TOKENS = 64
 @dataclass(frozen=True)
 class AnswerRequest:
     """Where in a batch logits are needed, and what the answers are computed with; all on the
-    device. `pick` are indices of tokens; `reader_inputs` is for the reader that made the request.
+    device. `pick` are indices of tokens in the rows laid end to end; `reader_inputs` are tensors
+    for the reader that made the request.
     """
 
     pick: Tensor
@@ -41,8 +42,9 @@ class AnswerRequest:
 
 
 class AnswerReader(Protocol):
-    """Computes the answers to a kind of work from hidden states. An `item` is the index of a prompt
-    or passage.
+    """Computes the answers to a kind of work from hidden states: `ask` says where logits are needed
+    in a batch, `answer` computes on the device, `to_lists` makes what the record stores. An `item`
+    is the index of a prompt or passage. `READERS` has one by kind of work.
     """
 
     def ask(self, items: list[int], ends: Ids, send: SendArray) -> AnswerRequest:
@@ -65,8 +67,9 @@ class AnswerReader(Protocol):
 
 
 class ChoiceReader:
-    """Reads multiple choice: the likeliest token of the vocabulary, the likeliest of the four
-    answer letters, and whether all logits are finite.
+    """Reads multiple choice (work `score_choices`): the likeliest token of the vocabulary, the
+    likeliest of the answer letters, and whether all logits are finite, at each prompt's last token.
+    `gather` stacks the logits of all shards of the vocabulary; `shard` is not used.
     """
 
     def __init__(
@@ -88,8 +91,9 @@ class ChoiceReader:
     def answer(
         self, compute_logits: ComputeLogits, hidden: Tensor, request: AnswerRequest, compiled: bool
     ) -> Tensor:
-        """Return int64 [items, 3]: likeliest token, likeliest letter (0 to 3), 1 if all logits are
-        finite. Logits are gathered from all shards of the vocabulary.
+        """Return int64 [items, 3]: likeliest token, likeliest letter (index from 0, as in
+        `letters`), 1 if all logits are finite, else 0. Logits are gathered from all shards of the
+        vocabulary, whose ranks call it together. `compiled` has no effect.
         """
         logits = torch.cat(self.gather(compute_logits(hidden)).unbind(0), dim=-1)[:, : self.vocab]
         best = logits.argmax(-1)
@@ -98,7 +102,9 @@ class ChoiceReader:
         return torch.stack((best, choice, finite.to(best.dtype)), dim=1)
 
     def to_lists(self, items: list[int], answers: Tensor) -> dict[str, Any]:
-        """Return the columns `items`, `best`, `choice` and `finite`."""
+        """Return the columns `items`, `best` (token), `choice` (index of the letter) and `finite`
+        (1 or 0) as lists, from answers [items, 3].
+        """
         best, choice, finite = answers.reshape(-1, 3).long().unbind(1)
         return {
             "items": items,
@@ -109,10 +115,12 @@ class ChoiceReader:
 
 
 class LossReader:
-    """Reads passages: the negative log-likelihood of all tokens after the first, and of the last
-    word; whether each token of the last word is the likeliest; and which tokens are.
+    """Reads passages (work `score_texts`): the negative log-likelihood of all tokens after the
+    first, and of the last word; whether each token of the last word is the likeliest; and which
+    tokens are.
 
-    Logits stay divided over the shards of a model; only four numbers a token are gathered.
+    Logits stay divided over the shards of a model; only four numbers a token (`reduce_logits`) are
+    gathered by `gather`. `shard` is this rank's part of the vocabulary.
     """
 
     def __init__(
@@ -123,8 +131,8 @@ class LossReader:
         gather: GatherShards,
         device: torch.device,
     ) -> None:
-        """The likeliest tokens of last words are returned only if none of these words has more than
-        `MAX_WORD_TOKENS` tokens.
+        """Store the arguments. The likeliest tokens of last words are returned, in `argmax_columns`
+        columns, only if none of these words has more than `MAX_WORD_TOKENS` tokens.
         """
         self.texts = texts
         self.vocab = vocab
@@ -136,10 +144,11 @@ class LossReader:
         self.fast_reduce: Callable[..., Tensor] | None = None
 
     def ask(self, items: list[int], ends: Ids, send: SendArray) -> AnswerRequest:
-        """Ask for the logits of all tokens of each passage but the last, with their targets, which
-        targets belong to the last word, the number of targets of each passage, and the positions of
-        last words among the targets. The last target, which ends the text, is no part of the last
-        word.
+        """Ask for the logits of all tokens of each passage but the last. `reader_inputs` are the
+        targets (next tokens); 1 for targets in the last word, else 0; the number of targets of each
+        passage; and [items, argmax_columns] indices of last words' tokens among the targets, a
+        shorter word repeating its first. The last target, which ends the text, is no part of the
+        last word.
         """
         rows = [self.texts.rows[i] for i in items]
         sizes = np.array([len(row) - 1 for row in rows], dtype=np.int64)
@@ -173,10 +182,11 @@ class LossReader:
     def answer(
         self, compute_logits: ComputeLogits, hidden: Tensor, request: AnswerRequest, compiled: bool
     ) -> Tensor:
-        """Return fp64 [items, 3 + columns]: negative log-likelihood in nats of all targets, of the
-        last word's; 1 if every token of the last word is the likeliest, else 0; and the likeliest
-        tokens at the last word's places. Logits are computed for at most `CHUNK_TOKENS` tokens at a
-        time; with `compiled` they are reduced by a kernel.
+        """Return fp64 [items, 3 + argmax_columns]: negative log-likelihood in nats of all targets,
+        of the last word's; 1 if every token of the last word is the likeliest, else 0; and the
+        likeliest tokens at the last word's places. Logits are computed for at most `CHUNK_TOKENS`
+        tokens at a time; with `compiled` they are reduced by a kernel. All ranks that hold one
+        model call it together.
         """
         targets, in_last_word, sizes, word_indices = request.reader_inputs
         reduce_shard = self._get_fast_reduce(hidden.device) if compiled else reduce_logits
@@ -207,9 +217,9 @@ class LossReader:
         return torch.cat((torch.stack(per_item, dim=1), best[word_indices]), dim=1)
 
     def _get_fast_reduce(self, device: torch.device) -> Callable[..., Tensor]:
-        """Return the fast form of `reduce_logits`: the Triton kernel if it runs on the device, else
-        torch.compile's. Made when first used, since loading a compiler takes seconds that belong to
-        the time of compiling.
+        """Return the fast form of `reduce_logits`, made when first used and kept: the Triton kernel
+        if it runs on the device, else torch.compile's. Loading a compiler takes seconds that belong
+        to the time of compiling.
         """
         if self.fast_reduce is None:
             self.fast_reduce = (
@@ -220,8 +230,9 @@ class LossReader:
         return self.fast_reduce
 
     def to_lists(self, items: list[int], answers: Tensor) -> dict[str, Any]:
-        """Return the columns `items`, `nll`, `last_nll`, `hit` and, unless a last word is too long,
-        `argmax`: the likeliest tokens at the places of each last word.
+        """Return as lists the columns `items`, `nll`, `last_nll`, `hit` (1 or 0) and, unless a last
+        word is too long, `argmax`: for each item the likeliest tokens at the places of its last
+        word, as many as that has.
         """
         rows = answers.reshape(-1, 3 + self.argmax_columns)
         nll, last, hit = rows[:, :3].unbind(1)
@@ -240,16 +251,17 @@ class LossReader:
 
 
 def _make_empty_part(targets: Tensor) -> Tensor:
-    """Return the four numbers a token, [4, tokens], of a shard whose part of the vocabulary is
-    padding only: -inf.
+    """Return the four numbers a token (`reduce_logits`), fp32 [4, tokens], of a shard whose part of
+    the vocabulary is padding only: all -inf.
     """
     return torch.full((4, len(targets)), -torch.inf, device=targets.device)
 
 
 def _merge_shards(parts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, for every target token and in fp64, its negative log-likelihood, whether it is the
-    likeliest (1.0 or 0.0), and the likeliest token, from all shards' numbers [shards, 4, tokens].
-    Of equal logits the first in the vocabulary wins.
+    """Return, for every target token and in fp64, (its negative log-likelihood, 1.0 if it is the
+    likeliest else 0.0, the likeliest token), from all shards' numbers of `reduce_logits` [shards,
+    4, tokens]. Of equal logits the first in the vocabulary wins; the token is 0 if no shard has a
+    finite highest logit.
     """
     total, target, top, distance = parts.double().unbind(1)
     nll = total.logsumexp(0) - target.max(0).values
@@ -267,8 +279,9 @@ READERS: dict[str, Callable[..., AnswerReader]] = {
 
 
 class PassAnswers:
-    """The answers of one pass. They stay on the device until the pass is over, so that reading them
-    delays nothing.
+    """The answers of one pass: `add` appends a batch's, `read` copies all to the host, `to_lists`
+    returns them. They stay on the device until the pass is over, so that reading them delays
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -277,17 +290,19 @@ class PassAnswers:
         self._read: Tensor | None = None
 
     def add(self, items: list[int], answers: Tensor) -> None:
-        """Append the answers of a batch, one row per item."""
+        """Append the answers of a batch, one row per item, without copying them to the host."""
         self.items += items
         self._parts.append(answers)
 
     def read(self) -> None:
-        """Copy all answers to the host; waits for the device."""
+        """Copy all answers to the host, and let go of those on the device; waits for the device."""
         self._read = torch.cat(self._parts).cpu() if self._parts else torch.zeros(0)
         self._parts = []
 
     def to_lists(self, reader: AnswerReader) -> dict[str, Any]:
-        """Return the answers as lists by column name; RuntimeError before `read`."""
+        """Return the pass's answers as lists by column name, as the reader makes them. Raises
+        RuntimeError before `read`.
+        """
         if self._read is None:
-            raise RuntimeError("answers were not read; the pass did not end")
+            raise RuntimeError("answers are missing: the pass did not end")
         return reader.to_lists(self.items, self._read)

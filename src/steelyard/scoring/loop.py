@@ -23,7 +23,10 @@ from steelyard.scoring.batches import MakeBatch, ScoringBatches
 
 
 class Scorer(ABC):
-    """A model on this rank's device, which an engine supplies to the loop."""
+    """A model on this rank's device, which an engine supplies to the scoring loop: `load` builds
+    it, `to_device`, `hidden` and `logits` compute a batch, `tensors` and `details` are for the
+    record. `compiles` says whether it has a compiled form, which `use` switches on and off.
+    """
 
     # whether it has a compiled form, which all passes but `val` use if `tune.compile` is set
     compiles = False
@@ -34,21 +37,21 @@ class Scorer(ABC):
 
     def use(self, compiled: bool) -> None:
         """Compute in the compiled form, or as the model is written, from the next batch on. The
-        compiled form is made when it is first used. Called only if `compiles` is true; raises
-        NotImplementedError unless overridden.
+        compiled form is made when it is first used. The loop calls it only if `compiles` is true;
+        raises NotImplementedError unless overridden.
         """
-        raise NotImplementedError(f"{type(self).__name__} compiles, and has no way to use it")
+        raise NotImplementedError(f"{type(self).__name__} compiles but cannot run what it compiled")
 
     @abstractmethod
     def to_device(self, batch: Any) -> Any:
-        """Copy a batch to the device without waiting for it: a `Batch` if batches are packed, else
-        a `PaddedBatch`.
+        """Copy a batch (a `PromptBatch` if batches are packed, else a `PaddedBatch`) to the device
+        without waiting for it, and return the inputs of `hidden`.
         """
 
     @abstractmethod
     def hidden(self, inputs: Any, pick: Tensor) -> Tensor:
-        """Return the last hidden states of what `to_device` returned, at the picked tokens of all
-        rows end to end.
+        """Return the last hidden states [picked tokens, hidden] of the inputs that `to_device`
+        returned; `pick` are indices of tokens in all rows laid end to end.
         """
 
     @abstractmethod
@@ -65,8 +68,9 @@ class Scorer(ABC):
 
 
 class ScoringLoop:
-    """The engine interface (engine/job.py) for scoring, which engines subclass: passes of any
-    names, of which `val` is the reference and never compiled.
+    """The engine interface (engine/job.py) for scoring, which engines subclass with a `Scorer` and
+    planned batches: passes of any names, of which `val` is the reference and never compiled.
+    `reader` reads the answers of the job's kind of work, `answers` has those of each pass.
     """
 
     def __init__(self, job: Job, scorer: Scorer, batches: ScoringBatches) -> None:
@@ -79,9 +83,10 @@ class ScoringLoop:
         self.loaded = self.compiled = False
 
     def prepare(self, name: str, part: Part) -> None:
-        """Load the model before the first pass, switch it to the form of this pass, and compute its
-        warm-up batches. Time is booked as `weights`, and as `compile_NAME` when the compiled form
-        is used for the first time, else `warmup_NAME`.
+        """Load the model before the first pass, switch it to the form of this pass, compiled or
+        not, and compute its warm-up batches. Time is booked as `weights`, and as `compile_NAME`
+        when the compiled form is used for the first time, else `warmup_NAME`. Ranks that hold one
+        model call it together.
         """
         if not self.loaded:
             with part("weights"):
@@ -106,12 +111,15 @@ class ScoringLoop:
         return self.job.case.tune.compile and self.scorer.compiles and name != "val"
 
     def total(self, name: str) -> int:
-        """Return the number of batches plus one for phase `score`."""
+        """Return how many `Work` items a pass yields: the number of this replica's batches, plus
+        one for phase `score`.
+        """
         return len(self.batches.in_pass) + 1
 
     def work(self, name: str) -> Iterator[Phase | Work]:
-        """Run the pass: phases `data` and `compute` and one `Work` per batch, then phase `score`,
-        which copies the answers to the host.
+        """Run the pass: yield phases `data` and `compute` and one `Work` per batch, then phase
+        `score`, which copies the answers to the host, and an empty `Work`. Answers are stored in
+        `answers[name]`, replacing earlier ones. Ranks that hold one model run it together.
         """
         answers, compiled = PassAnswers(), self._is_compiled(name)
         self.answers[name] = answers
@@ -129,8 +137,8 @@ class ScoringLoop:
             yield Work({})
 
     def _prepare_batch(self, make: MakeBatch) -> tuple[Any, Any, AnswerRequest]:
-        """Make a batch and copy it to the device. Return the batch, the model's inputs, and where
-        logits are needed.
+        """Make a batch by calling `make`, and copy it to the device without waiting. Return (batch,
+        the model's inputs, where logits are needed).
         """
         batch = make()
         inputs = self.scorer.to_device(batch)
@@ -141,19 +149,21 @@ class ScoringLoop:
         )
 
     def _compute_answers(self, inputs: Any, request: AnswerRequest, compiled: bool) -> Tensor:
-        """Return the answers of a batch, one row per item, on the device."""
+        """Return the answers of a batch on the device, one row per item, as the reader's `answer`
+        makes them. `compiled` lets it reduce logits by a fast kernel.
+        """
         hidden = self.scorer.hidden(inputs, request.pick)
         return self.reader.answer(self.scorer.logits, hidden, request, compiled)
 
     def outputs(self, name: str) -> dict[str, Any]:
-        """Return the answers of a pass as lists by column name. Raises RuntimeError if the pass did
-        not end.
+        """Return the answers of a pass as lists by column name (the reader's `to_lists`). Raises
+        KeyError if the pass did not start, RuntimeError if it did not end.
         """
         return self.answers[name].to_lists(self.reader)
 
     def details(self) -> dict[str, Any]:
-        """Return what the scorer chose, the number of batches, and the number and dtypes of the
-        parameters on this rank.
+        """Return for the record what the scorer chose, `batches`, and `parameters` and `dtypes`,
+        number of elements and dtypes of the weights on this rank.
         """
         tensors = list(self.scorer.tensors())
         counts = {

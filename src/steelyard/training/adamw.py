@@ -33,8 +33,8 @@ GradientNorm = Callable[[list[Tensor], list[Tensor]], Tensor]
 
 
 def compute_total_norm(grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
-    """Return the 2-norm of all these gradients together. `overflows` is not used: it is for norms
-    over several ranks.
+    """Return the 2-norm of all these gradients together, a tensor on the device (a DTensor if they
+    are). `overflows` is not used: it is for norms over several ranks.
     """
     return get_total_norm(grads, foreach=True)
 
@@ -42,6 +42,10 @@ def compute_total_norm(grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
 class MixedPrecisionAdamW:
     """AdamW over the parameters that this rank updates, with clipping, optional fp32 master
     weights, and loss scaling for fp16. Matrices have weight decay, vectors have none.
+
+    `parameters` are the model's, `master` the weights that are updated (the same tensors if there
+    is no separate copy). `scale` a loss, call `backward`, then `step`; `list_state`, `read_scalars`
+    and `restore` are for checkpoints.
     """
 
     def __init__(
@@ -54,7 +58,8 @@ class MixedPrecisionAdamW:
     ) -> None:
         """Create the optimizer; moments are allocated later. `parameters` are the model's; `master`
         are the same weights in fp32 if the parameters are a 16-bit copy of them, else None.
-        Parameters that require gradients get a hook that adds each new gradient to the master's.
+        Parameters that require gradients then get a hook that adds each new gradient to the
+        master's and drops it. `norm` returns the norm of all gradients, of all ranks.
 
         For parameters whose gradients autograd does not make, the caller sets the master's `grad`
         itself, and `clear_gradients`, the function that resets them after an update.
@@ -96,8 +101,9 @@ class MixedPrecisionAdamW:
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
         """Clip the gradients, update the weights with this learning rate, copy them to the model,
-        and zero the gradients. Return the gradients' norm before clipping, on the device. In fp16 a
-        step whose gradients overflow changes no weights and lowers the loss scale.
+        and zero the gradients. Return the gradients' norm before clipping (without the loss scale),
+        a tensor on the device. In fp16 a step whose gradients overflow changes no weights and
+        lowers the loss scale. If `norm` is over several ranks, all call it together.
         """
         for group in self.torch_adamw.param_groups:
             group["lr"] = lr
@@ -122,8 +128,9 @@ class MixedPrecisionAdamW:
 
     @property
     def uses_kernel(self) -> bool:
-        """Return whether updates run in the Triton kernel: gradients stay in one place (whose
-        addresses the kernel is given once), losses are not scaled, and Triton runs on the device.
+        """Return whether updates run in the Triton kernel: gradients stay in one place, whose
+        addresses the kernel is given once (`get_gradient` was called or `clear_gradients` set),
+        losses are not scaled, and Triton runs on the device.
         """
         gradients_stay = self.master_by_parameter is not None or self.clear_gradients is not None
         return (
@@ -134,14 +141,18 @@ class MixedPrecisionAdamW:
 
     def compile_update(self) -> None:
         """Compile the update kernel and allocate the moments. Call it once all gradients have their
-        buffers; weights and gradients do not change. Does nothing if the kernel is not used.
+        buffers; weights and gradients do not change. Does nothing if the kernel is not used or its
+        updates exist already.
         """
         if self.uses_kernel and self.kernel_updates is None:
             for group, update in self._get_kernel_updates():
                 update.compile(self._make_hyperparameters(group), zero=self.clear_gradients is None)
 
     def _get_kernel_updates(self) -> list[tuple[dict[str, Any], adam.FusedAdamW]]:
-        """Return the kernel's update of each parameter group; made anew after `restore`."""
+        """Return pairs of a parameter group and its update by the kernel, made when first needed
+        and again after `restore`; making them allocates moments and reads the number of updates.
+        Parameters without a gradient are left out.
+        """
         if self.kernel_updates is None:
             pairs = zip(self.master, self.parameters, strict=True)
             copies = {
@@ -164,7 +175,9 @@ class MixedPrecisionAdamW:
         return self.kernel_updates
 
     def _make_hyperparameters(self, group: dict[str, Any]) -> adam.AdamHyperparameters:
-        """Return the hyper-parameters of a group for its next update by the kernel."""
+        """Return a parameter group's hyper-parameters for its next update by the kernel: learning
+        rate, weight decay, betas, eps, clip, and the update's number from 1.
+        """
         return adam.AdamHyperparameters(
             group["lr"],
             group["weight_decay"],
@@ -175,8 +188,9 @@ class MixedPrecisionAdamW:
         )
 
     def _update_by_kernel(self, norm: Tensor) -> None:
-        """Clip, update and zero or reset the gradients in one kernel per parameter group, given the
-        norm of all gradients.
+        """Clip, update the weights and the model's copy in one kernel per parameter group, given
+        the norm of all gradients, zero or reset the gradients, count the update, and raise the
+        autograd versions of the parameters.
         """
         for group, update in self._get_kernel_updates():
             update(norm, self._make_hyperparameters(group), zero=self.clear_gradients is None)
@@ -187,8 +201,9 @@ class MixedPrecisionAdamW:
             self.clear_gradients()
 
     def _list_adam_tensors(self, master: Tensor, copy: Tensor | None) -> adam.AdamTensors:
-        """Return the tensors of one parameter for the kernel: weight, gradient, two moments, and
-        the model's 16-bit copy if there is one. Raises ValueError if it has no gradient.
+        """Return this rank's tensors of one parameter for the kernel: weight, gradient, two moments
+        (created if missing), and `copy`, the model's 16-bit copy, or None. Raises ValueError if it
+        has no gradient.
         """
         states, grad = self._get_states(master), master.grad
         if grad is None:
@@ -200,8 +215,9 @@ class MixedPrecisionAdamW:
 
     def get_gradient(self, parameter: Tensor) -> Tensor:
         """Return the tensor in which the gradient of one of the model's parameters is summed up,
-        for code that adds to it without autograd. It is created as zeros when first asked for; from
-        the first call on gradients are zeroed and not dropped.
+        for code that adds to it without autograd: the master weight's `grad`, created as zeros when
+        first asked for. From the first call on all gradients are zeroed and not dropped. Raises
+        KeyError for a tensor that is none of `parameters`.
         """
         if self.master_by_parameter is None:
             self.master_by_parameter = {
@@ -214,7 +230,9 @@ class MixedPrecisionAdamW:
         return master.grad
 
     def zero_grad(self) -> None:
-        """Set the gradients to zero, or drop them if autograd makes new ones in every step."""
+        """Set all gradients to zero, by `clear_gradients` if that is set; drop them (None) if
+        autograd makes new ones in every step.
+        """
         if self.clear_gradients is not None:
             self.clear_gradients()
         elif self.has_master or self.master_by_parameter is not None:
@@ -224,8 +242,9 @@ class MixedPrecisionAdamW:
 
     def copy_to_model(self) -> None:
         """Copy the master weights, as far as this rank holds them, into the model's parameters if
-        these are a copy. Also raise the autograd version of all parameters, which a fused optimizer
-        does not do: code that caches something made from a parameter must see that it changed.
+        these are a copy in other memory. In any case raise the autograd version of all parameters,
+        which a fused optimizer does not do: code that caches something made from a parameter must
+        see that it changed.
         """
         if self.has_master:
             pairs = [
@@ -245,7 +264,7 @@ class MixedPrecisionAdamW:
 
     def list_moments(self) -> list[Tensor]:
         """Return this rank's part of Adam's two moments, for all parameters; empty before the first
-        update.
+        update, unless `compile_update` or `list_state` has created them.
         """
         return [
             get_local_tensor(states[key])
@@ -255,8 +274,9 @@ class MixedPrecisionAdamW:
         ]
 
     def details(self) -> dict[str, Any]:
-        """Return how many parameters and moments this rank holds, and their dtypes, for the record.
-        A gradient has its master weight's dtype.
+        """Return how many elements of parameters and moments this rank holds, and the dtypes of
+        parameters, master weights, gradients and moments, for the record (`describe_holdings`). A
+        gradient has its master weight's dtype.
         """
         return describe_holdings(
             [get_local_tensor(parameter) for parameter in self.parameters],
@@ -266,9 +286,9 @@ class MixedPrecisionAdamW:
         )
 
     def list_state(self, names: list[str]) -> dict[str, Tensor]:
-        """Return all tensors of the optimizer by name, `weights.NAME`, `exp_avg.NAME` and
-        `exp_avg_sq.NAME`, to be saved or to be filled in place. `names` are those of the model's
-        parameters, in order. Moments are created as zeros if there are none.
+        """Return all tensors of the optimizer by name, `weights.NAME` (the master weights),
+        `exp_avg.NAME` and `exp_avg_sq.NAME`, to be saved or to be filled in place. `names` are
+        those of the model's parameters, in order. Moments are created as zeros if there are none.
         """
         out: dict[str, Tensor] = {}
         for name, master in zip(names, self.master, strict=True):
@@ -289,8 +309,9 @@ class MixedPrecisionAdamW:
         return states
 
     def read_scalars(self) -> OptimizerScalars:
-        """Return the number of updates and the loss scale, which are the same on every rank. The
-        state must exist: after an update or `list_state`.
+        """Return the number of updates and, in fp16, the loss scale with its growth counter, which
+        are the same on every rank. Waits for the device. Raises KeyError if no state exists yet:
+        call it after an update or `list_state`.
         """
         updates = float(self.torch_adamw.state[self.master[0]]["step"])
         if not self.scaler.is_enabled():
@@ -302,8 +323,9 @@ class MixedPrecisionAdamW:
 
     def restore(self, scalars: OptimizerScalars) -> None:
         """Continue from a checkpoint, once the tensors of `list_state` have been filled: set the
-        number of updates and the loss scale, and copy the weights to the model. Raises RequestError
-        if this precision scales losses and the checkpoint has no scale.
+        number of updates and, in fp16, the loss scale and its growth counter, and copy the master
+        weights to the model. Raises RequestError if this precision scales losses and the checkpoint
+        has no scale.
         """
         for states in self.torch_adamw.state.values():
             states["step"].fill_(scalars.updates)
@@ -311,8 +333,8 @@ class MixedPrecisionAdamW:
         if self.scaler.is_enabled():
             if scalars.scale is None or scalars.growth is None:
                 raise RequestError(
-                    "the checkpoint does not say how losses were scaled, and this precision scales"
-                    " them"
+                    "--resume: the checkpoint has no loss scale, and this precision scales losses;"
+                    " resume with the precision of the checkpoint"
                 )
             scaler = self.scaler.state_dict()
             self.scaler.load_state_dict(
@@ -328,8 +350,10 @@ def describe_holdings(
     gradients: list[Tensor],
     states: list[Tensor],
 ) -> dict[str, Any]:
-    """Return the number of parameters and optimizer states that a rank holds, and the dtypes of
-    each kind of tensor, for the record.
+    """Return for the record `parameters` and `optimizer_states`, the numbers of elements of these
+    tensors that a rank holds, and `dtypes`, a text such as `bf16/fp32` for `parameters`,
+    `main_parameters` (master weights), `gradients` and `states`; kinds without tensors are left
+    out.
     """
     tensors_by_kind = {
         "parameters": parameters,
@@ -347,8 +371,8 @@ def describe_holdings(
 
 
 def _make_gradient_adder(master: Tensor) -> Any:
-    """Return a hook for a 16-bit parameter that adds its new gradient to the master weight's, and
-    drops it.
+    """Return a post-accumulate hook for a 16-bit parameter that adds its new gradient to the `grad`
+    of `master`, and sets the parameter's own to None.
     """
 
     def add(parameter: Tensor) -> None:

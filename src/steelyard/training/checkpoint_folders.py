@@ -42,8 +42,8 @@ JsonModel = TypeVar("JsonModel", bound=FrozenModel)
 
 
 class CheckpointRun(FrozenModel):
-    """`run.json`: the case name, question, key, `--sample` and engine of the run whose checkpoints
-    the folder holds.
+    """`run.json`: of the run whose checkpoints the folder holds, the case's name, its question as a
+    dict, the question's key, `--sample` (None: not used) and the engine.
     """
 
     name: str
@@ -67,9 +67,9 @@ Loss = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 
 class CheckpointState(FrozenModel):
-    """`state.json`: the state of a run after `step` steps, with the loss of each step (None: not
-    finite), the source of the initial weights, the plan, and whether the target accuracy was
-    reached.
+    """`state.json`: the state of a run after `step` steps, the same for all ranks: `losses` of each
+    step (None: not finite), `numbers` of the optimizer, `plan`, `weights` (the source of the
+    initial weights), and whether the target accuracy was `reached`. Tensors are not in it.
     """
 
     step: int = Field(ge=1, le=10**8)
@@ -81,16 +81,16 @@ class CheckpointState(FrozenModel):
 
 
 class BeforePassOutputs(FrozenModel):
-    """`before-N.json`: the outputs of pass `before` on one replica, which a resumed run does not
-    compute again.
+    """`before-N.json`: `table`, the outputs of pass `before` on replica N, which a resumed run does
+    not compute again.
     """
 
     table: dict[str, Any]
 
 
 class TensorChunk(FrozenModel):
-    """A rectangular part of a tensor (`offset`, `sizes`), and the bytes that hold it: `length`
-    bytes from byte `at` of a file.
+    """A rectangular part of a tensor (`offset` and `sizes` in elements per dimension), and the
+    bytes of a rank's file that hold it: `length` bytes from byte `at`, with their CRC-32.
     """
 
     offset: list[int]
@@ -102,7 +102,9 @@ class TensorChunk(FrozenModel):
 
 
 class StoredTensor(FrozenModel):
-    """A tensor of a checkpoint: its dtype, whole shape, and the chunks that make it up."""
+    """A tensor of a checkpoint, as the index has it: its dtype (torch's name, such as `float32`),
+    whole shape, and the chunks that make it up, in any order.
+    """
 
     dtype: str
     size: list[int]
@@ -110,8 +112,9 @@ class StoredTensor(FrozenModel):
 
 
 class CheckpointIndex(FrozenModel):
-    """`tensors.json`: the index of a checkpoint. `files` has the length of each file in bytes,
-    `tensors` the tensors by name.
+    """`tensors.json`: the index of a checkpoint. `files` has the length of each rank's file in
+    bytes; `tensors` says by name of which dtype, shape and chunks, in which ranks' files, each
+    tensor is made up.
     """
 
     files: dict[str, int]
@@ -124,8 +127,8 @@ def format_step_folder(step: int) -> str:
 
 
 def list_finished_checkpoints(folder: Path) -> list[Path]:
-    """Return the folders of all complete checkpoints, the last step first; none if `folder` does
-    not exist.
+    """Return the folders of all complete checkpoints (named `step-N`, not `.part`), the last step
+    first; none if `folder` does not exist. Their contents are not looked at.
     """
     finished = (
         [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
@@ -136,15 +139,17 @@ def list_finished_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_last_checkpoint(folder: Path) -> tuple[Path, CheckpointState, list[str]]:
-    """Return the last checkpoint whose files are all present with their lengths, its state, and the
-    names of later checkpoints that were skipped because they are damaged.
+    """Return (folder, state, skipped) of the last checkpoint whose index is right and whose files
+    are all present with their lengths; `skipped` are the names of later checkpoints that are
+    damaged, the last first.
 
     Raises RequestError if `folder` has no `run.json`, or no usable checkpoint. Contents of tensor
     files are not read here.
     """
     if not (folder / RUN_FILE).is_file():
         raise RequestError(
-            f"--resume {str(folder)!r}: no folder of checkpoints (no {RUN_FILE} in it); give a record,"
+            f"--resume {str(folder)!r}: not a folder of checkpoints (it has no {RUN_FILE}); give a"
+            " record,"
             " or its folder in checkpoints/"
         )
     problems: dict[str, str] = {}
@@ -156,22 +161,23 @@ def find_last_checkpoint(folder: Path) -> tuple[Path, CheckpointState, list[str]
             problems[path.name] = str(error)
     first_problem_text = f" ({next(iter(problems.values()))})" if problems else ""
     raise RequestError(
-        f"{folder}: holds no whole checkpoint{first_problem_text}; there is nothing to resume"
+        f"{folder}: no complete checkpoint{first_problem_text}; there is nothing to resume from"
     )
 
 
 def read_checked_index(path: Path) -> CheckpointIndex:
-    """Return the index of a checkpoint. Raises RequestError if it cannot be read, a file is missing
-    or has another length, or the chunks of a tensor overlap, leave gaps or lie beyond the end of
-    their file.
+    """Return the index of the checkpoint folder `path`. Raises RequestError if it cannot be read, a
+    file is missing or has another length, or the chunks of a tensor overlap, leave gaps, are too
+    many or lie beyond the end of their file. Contents of files are not read.
     """
     index = read_checkpoint_json(path / INDEX_FILE, CheckpointIndex)
     for name, size in index.files.items():
         actual_size = (path / name).stat().st_size if (path / name).is_file() else None
         if actual_size != size:
             raise RequestError(
-                f"{path / name}: {'missing' if actual_size is None else f'{actual_size} bytes'}; it was written"
-                f" with {size}"
+                f"{path / name}:"
+                f" {'missing' if actual_size is None else f'{actual_size} bytes long'}; it was"
+                f" written with {size} bytes"
             )
     for name, stored in index.tensors.items():
         _check_chunks(path / INDEX_FILE, name, stored)
@@ -184,7 +190,7 @@ def read_checked_index(path: Path) -> CheckpointIndex:
 
 def _check_chunks(index_path: Path, name: str, stored: StoredTensor) -> None:
     """Raise RequestError unless the chunks of a tensor lie inside of it and cover each element
-    exactly once, and are at most `MAX_CHUNKS`.
+    exactly once, and are at most `MAX_CHUNKS`. `index_path` and `name` are for the message.
     """
     boxes = [list(zip(chunk.offset, chunk.sizes, strict=False)) for chunk in stored.chunks]
     has_dimensions = all(
@@ -198,11 +204,13 @@ def _check_chunks(index_path: Path, name: str, stored: StoredTensor) -> None:
         or len(boxes) > MAX_CHUNKS
         or _has_overlap(boxes)
     ):
-        raise RequestError(f"{index_path}: the parts of {name} do not add up to it")
+        raise RequestError(f"{index_path}: the chunks of {name} do not cover it exactly once")
 
 
 def _is_inside(box: list[tuple[int, int]], shape: list[int]) -> bool:
-    """Return whether a box, as (begin, size) per dimension, lies inside a tensor of this shape."""
+    """Return whether a box, as (begin, size) per dimension, lies inside a tensor of this shape; an
+    empty one may. Both must have equally many dimensions.
+    """
     return all(
         begin >= 0 and size >= 0 and begin + size <= length
         for (begin, size), length in zip(box, shape, strict=True)
@@ -224,37 +232,41 @@ def read_checkpoint_json(path: Path, model: type[JsonModel]) -> JsonModel:
     """
     try:
         if path.exists() and not path.is_file():
-            raise RequestError(f"{path}: not a file; not one of a checkpoint's tables")
+            raise RequestError(f"{path}: not a file; not a JSON file of a checkpoint")
         return model.model_validate(
             _verify_checksum(path, files.parse_json(files.read_file(path, MAX_JSON_BYTES)))
         )
     except files.TooLargeError as error:
-        raise RequestError(f"{path}: {error}; not one of a checkpoint's tables") from error
+        raise RequestError(f"{path}: {error}; not a JSON file of a checkpoint") from error
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror})") from error
     except ValidationError as error:
         raise RequestError(
-            f"{path}: not a checkpoint's table: {describe_first_problem(error)}"
+            f"{path}: not a JSON file of a checkpoint: {describe_first_problem(error)}"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{path}: not a checkpoint's table: {error}") from error
+        raise RequestError(f"{path}: not a JSON file of a checkpoint: {error}") from error
 
 
 def write_checkpoint_json(path: Path, content: FrozenModel) -> None:
-    """Write a model as JSON with its checksum; it is on disk when this returns."""
+    """Write a model as a JSON object with one more key `sha256`, the checksum of its other fields.
+    The file is written completely or not at all, replaces an existing one, and is on disk when this
+    returns. Raises OSError if it cannot be written.
+    """
     fields = json.loads(content.model_dump_json())
     files.write_file(path, json.dumps(fields | {CHECKSUM_KEY: _compute_checksum(fields)}).encode())
 
 
 def _verify_checksum(path: Path, content: Any) -> Any:
-    """Return the content without its checksum. Raises RequestError if the checksum is wrong; a
-    content without one, as older checkpoints have, is returned unchanged.
+    """Return the parsed JSON without its key `sha256`. Raises RequestError if that is not the
+    checksum of the other fields; a content without the key, as older checkpoints have, is returned
+    unchanged.
     """
     if not isinstance(content, dict) or CHECKSUM_KEY not in content:
         return content
     fields = {name: value for name, value in content.items() if name != CHECKSUM_KEY}
     if content[CHECKSUM_KEY] != _compute_checksum(fields):
-        raise RequestError(f"{path}: damaged: its checksum is not that of what it holds")
+        raise RequestError(f"{path}: damaged: its checksum does not match its content")
     return fields
 
 
@@ -264,8 +276,9 @@ def _compute_checksum(fields: dict[str, Any]) -> str:
 
 
 def create_part_folder(folder: Path, step: int) -> Path:
-    """Create the empty folder `step-N.part` for a checkpoint and return it. Partial checkpoints
-    that an earlier run left in `folder` are deleted.
+    """Create the empty folder `step-N.part` for a checkpoint, and `folder` if it is missing, and
+    return it. Partial checkpoints that an earlier run left in `folder` are deleted. Raises OSError
+    if that fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
@@ -279,8 +292,8 @@ def create_part_folder(folder: Path, step: int) -> Path:
 
 
 def finish_checkpoint(part_folder: Path) -> None:
-    """Rename a partial checkpoint to its final name, synced to disk, and delete all complete
-    checkpoints but the last two.
+    """Rename a partial checkpoint (`step-N.part`) to its final name, synced to disk, and delete all
+    complete checkpoints of its folder but the last two.
     """
     files.sync_folder(part_folder)
     part_folder.rename(part_folder.with_name(part_folder.name.removesuffix(PART_SUFFIX)))
@@ -292,8 +305,9 @@ def finish_checkpoint(part_folder: Path) -> None:
 def check_same_question(
     run: CheckpointRun, name: str, question: dict[str, Any], sample: int | None, engine: str
 ) -> None:
-    """Raise RequestError, with the first difference, unless the question, `--sample` and engine are
-    those of the run that wrote the checkpoints.
+    """Raise RequestError, with the first difference, unless question, `--sample` and engine are
+    those of the run that wrote the checkpoints. Questions are compared by dotted keys; a missing
+    key equals None. `name` is the case's, for the message.
     """
     requested, stored = _flatten(question), _flatten(run.question)
     different_keys = sorted(
@@ -303,23 +317,27 @@ def check_same_question(
         key = different_keys[0]
         raise RequestError(
             f"--resume: the checkpoint is of {run.name} with"
-            f" {key}={to_canonical_json(stored.get(key))[:60]}, asked is {name} with"
+            f" {key}={to_canonical_json(stored.get(key))[:60]}, this run is {name} with"
             f" {key}={to_canonical_json(requested.get(key))[:60]}; resume the same question"
         )
     if run.sample != sample:
         sample_text = "without --sample" if run.sample is None else f"with --sample {run.sample}"
         raise RequestError(
-            f"--resume: the checkpoint was made {sample_text}, which changes the steps; use the same"
+            f"--resume: the checkpoint was written {sample_text}, which changes the steps; use the"
+            " same --sample"
         )
     if run.engine != engine:
         raise RequestError(
-            f"--resume: the checkpoint is of engine {run.engine}, asked is {engine}; resume with"
+            f"--resume: the checkpoint is of engine {run.engine}, this run is of {engine}; resume"
+            " with"
             f" --engine {run.engine}"
         )
 
 
 def _flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dicts as one dict with dotted keys."""
+    """Return nested dicts as one dict with dotted keys (`a.b`), each after `prefix`; lists are
+    values, and empty dicts vanish.
+    """
     out: dict[str, Any] = {}
     for key, value in nested.items():
         out |= (

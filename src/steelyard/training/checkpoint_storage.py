@@ -64,7 +64,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 class PartialTensor(Tensor):
     """The part of a tensor that this rank holds, which tells DCP's planner the shape of the whole
-    tensor and where in it this part begins.
+    tensor (`whole_shape`, also by `size()`) and where in it this part begins (`offset`). Made by
+    `make_partial_tensor`; DCP calls its dunder methods.
     """
 
     whole_shape: torch.Size
@@ -112,12 +113,13 @@ def make_partial_tensor(
 def save_checkpoint(
     folder: Path, state: CheckpointState, tensors: dict[str, Tensor], rank: int
 ) -> None:
-    """Write a checkpoint into `folder`; all ranks must call it together. It is written as
-    `step-N.part` and renamed to `step-N` when it is complete; only the last two complete ones are
-    kept.
+    """Write `state` and this rank's `tensors` as a checkpoint into `folder`; all ranks must call it
+    together. It is written as `step-N.part` and renamed to `step-N` when it is complete; only the
+    last two complete ones are kept.
 
-    Raises OSError on every rank if one of them cannot write, with the errno of the first cause; the
-    partial folder is then deleted.
+    Raises OSError on every rank if one of them cannot write its tensors or the index, with the
+    errno of the first cause; the partial folder is then deleted. If rank 0 cannot create the folder
+    or `state.json`, it alone raises OSError.
     """
     part_folder = (
         folder
@@ -142,11 +144,12 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill `tensors` in place from the checkpoint folder `path`; all ranks must call it together.
-    The checkpoint may have been written under another parallel plan.
+    """Fill this rank's `tensors` in place from the checkpoint folder `path`; all ranks must call it
+    together. The checkpoint may have been written under another parallel plan, and may hold more
+    tensors.
 
-    Raises RequestError if a tensor is missing, has another shape or dtype, or its bytes are
-    damaged.
+    Raises RequestError if the index is damaged, a tensor is missing or has another shape or dtype,
+    or its bytes are damaged.
     """
     reader = CheckpointReader(path)
     reader.check_tensors(tensors)
@@ -164,14 +167,15 @@ def load_checkpoint(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _find_first_cause(error: CheckpointException) -> BaseException:
-    """Return the exception of the lowest rank that failed."""
+    """Return the exception of the lowest rank that failed in DCP's save or load."""
     rank = min(error.failures)
     return error.failures[rank][0]
 
 
 def _make_write_error(step: int, cause: BaseException) -> OSError:
-    """Return an OSError that says that the checkpoint of this step was not written. It has the
-    errno of the cause, by which callers recognize a full disk.
+    """Return, without raising it, an OSError that says that the checkpoint of this step was not
+    written. It has the errno of the cause, by which callers recognize a full disk, if that is an
+    OSError.
     """
     prefix = f"the checkpoint after step {step} was not written: "
     return (
@@ -196,8 +200,8 @@ def _ignore_single_process_warning() -> Iterator[None]:
 
 
 class CheckpointWriter(StorageWriter):
-    """DCP's storage writer: each rank writes its tensors to `rank-N.bin` in the folder, and the
-    coordinator writes the index `tensors.json`.
+    """DCP's storage writer: each rank writes its tensors as plain bytes to `rank-N.bin` in the
+    folder, which must exist, and the coordinator (rank 0) writes the index `tensors.json`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -218,16 +222,16 @@ class CheckpointWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write all tensors of this rank's plan one after the other to `rank-N.bin`, sync the file,
-        and return one result per tensor, with a `TensorChunk` that says where its bytes lie and
-        their CRC-32. Raises FileExistsError if the file exists, and TypeError for an item that is
-        no tensor.
+        and return a finished future with one result per tensor, whose `storage_data` is a
+        `TensorChunk` that says where its bytes lie and their CRC-32. Raises FileExistsError if the
+        file exists, and TypeError for an item that is no tensor.
         """
         name, results, position = f"rank-{plan.storage_data}.bin", [], 0
         with (self.folder / name).open("xb") as file:
             for item in plan.items:
                 tensor = planner.resolve_data(item)
                 if not isinstance(tensor, Tensor):
-                    raise TypeError(f"{item.index.fqn} is no tensor")
+                    raise TypeError(f"{item.index.fqn} is not a tensor")
                 raw = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data
                 file.write(raw)
                 sizes = list(tensor.shape)
@@ -253,8 +257,9 @@ class CheckpointWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index `tensors.json` from the results of all ranks (called on the coordinator
-        only).
+        """Write the index `tensors.json` from DCP's metadata and the results of all ranks (called
+        on the coordinator only). Raises TypeError for an item that is no tensor, KeyError for a
+        dtype that is not in `DTYPES`.
         """
         chunks: dict[str, list[TensorChunk]] = {}
         file_sizes: dict[str, int] = {}
@@ -265,7 +270,7 @@ class CheckpointWriter(StorageWriter):
         tensors = {}
         for name, described in metadata.state_dict_metadata.items():
             if not isinstance(described, TensorStorageMetadata):
-                raise TypeError(f"{name} is no tensor")
+                raise TypeError(f"{name} is not a tensor")
             tensors[name] = StoredTensor(
                 dtype=DTYPE_NAMES[described.properties.dtype],
                 size=list(described.size),
@@ -282,11 +287,13 @@ class CheckpointWriter(StorageWriter):
 
 
 class CheckpointReader(StorageReader):
-    """DCP's storage reader for a folder that `CheckpointWriter` wrote."""
+    """DCP's storage reader for a folder that `CheckpointWriter` wrote: `check_tensors` compares
+    names, shapes and dtypes, `read_data` reads chunks and checks their CRC-32.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Read and check the index. Raises RequestError if it cannot be read, or a file is missing
-        or has another length.
+        """Read and check the index `tensors.json`. Raises RequestError if it cannot be read, a file
+        is missing or has another length, or chunks do not cover a tensor exactly once.
         """
         self.path = path
         self.index = checkpoint_folders.read_checked_index(path)
@@ -294,7 +301,7 @@ class CheckpointReader(StorageReader):
 
     def check_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Raise RequestError unless the checkpoint has all these tensors, with the same whole shape
-        and dtype.
+        and dtype; it may have others too.
         """
         for name, tensor in tensors.items():
             stored = self.index.tensors.get(name)
@@ -303,8 +310,8 @@ class CheckpointReader(StorageReader):
                 or stored.size != list(tensor.size())
                 or stored.dtype != DTYPE_NAMES.get(tensor.dtype)
             ):
-                stored_text = "missing" if stored is None else f"{stored.dtype} of {stored.size}"
-                model_text = f"{DTYPE_NAMES.get(tensor.dtype)} of {list(tensor.size())}"
+                stored_text = "missing" if stored is None else f"{stored.dtype} {stored.size}"
+                model_text = f"{DTYPE_NAMES.get(tensor.dtype)} {list(tensor.size())}"
                 raise RequestError(
                     f"checkpoint {self.path}: {name} is {stored_text}; the model has {model_text}"
                 )
@@ -313,15 +320,16 @@ class CheckpointReader(StorageReader):
         pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return DCP's metadata, made from the JSON index. Raises RequestError for a dtype that is
-        not in `DTYPES`, or if the length of a chunk does not match its shape.
+        """Return DCP's metadata, made from the JSON index, and fill `chunks`. Raises RequestError
+        for a dtype that is not in `DTYPES`, or if the length of a chunk does not match its shape.
+        Arguments are ignored.
         """
         described: dict[str, Any] = {}
         for name, stored in self.index.tensors.items():
             dtype = DTYPES.get(stored.dtype)
             if dtype is None:
                 raise RequestError(
-                    f"checkpoint {self.path}: {name} is of {stored.dtype}; allowed:"
+                    f"checkpoint {self.path}: {name} has dtype {stored.dtype}; allowed:"
                     f" {', '.join(DTYPES)}"
                 )
             chunks = [
@@ -334,8 +342,8 @@ class CheckpointReader(StorageReader):
             for chunk in stored.chunks:
                 if chunk.length != prod(chunk.sizes) * dtype.itemsize:
                     raise RequestError(
-                        f"checkpoint {self.path}: a part of {name} of {chunk.sizes} has {chunk.length}"
-                        " bytes"
+                        f"checkpoint {self.path}: a chunk of {name} of shape {chunk.sizes} has"
+                        f" {chunk.length} bytes, which is not its size"
                     )
                 self.chunks[MetadataIndex(name, chunk.offset)] = chunk, dtype
         return Metadata(described, storage_data=self.chunks)
@@ -355,7 +363,9 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what this rank's plan asks for from the files into the planner's tensors."""
+        """Copy what this rank's plan asks for from the files into the planner's tensors, in place,
+        and return a finished future. Raises RequestError if a chunk's bytes are missing or damaged.
+        """
         for item in plan.items:
             data = self._read_chunk(*self.chunks[item.storage_index])
             for dim, (begin, length) in enumerate(
@@ -370,8 +380,8 @@ class CheckpointReader(StorageReader):
         return future
 
     def _read_chunk(self, chunk: TensorChunk, dtype: torch.dtype) -> Tensor:
-        """Read one chunk from its file as a CPU tensor. Raises RequestError if bytes are missing or
-        their CRC-32 is wrong.
+        """Read one whole chunk from its file as a CPU tensor of its shape. Raises RequestError if
+        bytes are missing or their CRC-32 is wrong.
         """
         with files.open_regular(self.path / chunk.file) as file:
             file.seek(chunk.at)

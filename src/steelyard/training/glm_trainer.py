@@ -39,8 +39,9 @@ NO_ANSWER = -1  # value of `right` for samples that are scored and not trained o
 
 @dataclass(frozen=True)
 class ClozeMicroBatch:
-    """The tensors of a micro-batch of cloze samples on the device. S is the number of tokens of all
-    spans.
+    """The tensors of a micro-batch of cloze samples on the device: `tokens`, `positions` and
+    `blocks` (GLM's second positions) of all contexts and then all spans, with their `layout`. S is
+    the number of tokens of all spans, with padding. Made by `send_cloze_batch`.
     """
 
     tokens: Tensor
@@ -54,8 +55,9 @@ class ClozeMicroBatch:
     right: Tensor  # [samples]: index of the right candidate, or NO_ANSWER
 
     def list_tensors(self, interleaved: bool) -> list[Tensor]:
-        """Return all tensors that a forward pass reads, always in the same order; `interleaved`
-        selects which tensors of the layout the attention kernel reads.
+        """Return all tensors of this micro-batch that a forward pass reads, always in the same
+        order, so that a graph's inputs can be overwritten. `interleaved` selects the layout's
+        tensors for kernels that read interleaved tokens, else those of kernel `padded`.
         """
         inputs = [
             self.tokens,
@@ -78,9 +80,11 @@ class ClozeMicroBatch:
 
 @dataclass(frozen=True)
 class LogProbComputation:
-    """How an engine computes the log-probabilities of the spans' target tokens.
+    """How an engine computes the log-probabilities of the spans' target tokens; made by the
+    engine's `MakeComputation`.
 
-    `log_probs(micro_batch, dropout)` returns them as [S].
+    `log_probs(micro_batch, dropout)` returns them as [S], in nats; `dropout` is the probability to
+    drop an element, 0 in evaluations.
     """
 
     log_probs: Callable[[ClozeMicroBatch, float], Tensor]
@@ -96,8 +100,9 @@ MakeComputation = Callable[[glm.Glm, GradientOf], LogProbComputation]
 def send_cloze_batch(
     pack: ClozePack, device: torch.device, bucket: SizeBucket | None = None
 ) -> ClozeMicroBatch:
-    """Copy a pack to the device as a micro-batch, without waiting. With a bucket the pack must have
-    been padded to it (`fill_pack`); targets and candidates are padded here.
+    """Copy a pack to the device as a micro-batch, without waiting. With a bucket (the size it is
+    padded to) the pack must have been padded to it (`fill_pack`); targets and candidates are padded
+    here. Without, there are as many candidate slots as the largest sample has.
     """
     counts = np.array(pack.candidates)
     slots = np.arange(bucket.candidates if bucket else counts.max())
@@ -123,8 +128,9 @@ def send_cloze_batch(
 
 
 def compute_scores(log_probs: Tensor, micro: ClozeMicroBatch) -> Tensor:
-    """Return the candidates' scores [samples, most candidates] in nats: the sum of the
+    """Return the candidates' scores [samples, candidate slots] in nats: the sum of the
     log-probabilities `log_probs` [S] of each span's tokens; -inf in slots without a candidate.
+    Padding tokens count for none.
     """
     span_count = len(micro.layout.lengths[1])
     span_scores = log_probs.new_zeros(span_count + 1).index_add(0, micro.span_of_token, log_probs)[
@@ -137,17 +143,18 @@ def compute_scores(log_probs: Tensor, micro: ClozeMicroBatch) -> Tensor:
 
 
 def get_glm_shape(job: Job) -> GlmModel:
-    """Return the shape of the job's model. Raises TypeError if it is no GLM."""
+    """Return the job's model, which must be a GLM. Raises TypeError if it is not."""
     model = job.case.question.model
     if not isinstance(model, GlmModel):
-        raise TypeError(f"a model of family {model.family!r} is no GLM")
+        raise TypeError(f"a model of family {model.family!r} is not a GLM")
     return model
 
 
 def choose_cloze_attention(job: Job) -> str:
-    """Return the attention kernel `tune.attention`, or for `auto` the fastest one that runs on the
-    device (`packed`, `flash` or `padded`). Raises RequestError for an unknown kernel, or one that
-    cannot run with this model, precision or device.
+    """Return the attention kernel `tune.attention`, or for `auto` `packed` or else `flash`, if the
+    device has flash attention for this precision and head size, otherwise `padded`. Raises
+    RequestError for an unknown kernel, or for flash or packed where they cannot run with this
+    model, precision or device.
     """
     shape, kernel = get_glm_shape(job), job.case.tune.attention
     dim = shape.hidden // shape.heads
@@ -164,16 +171,18 @@ def choose_cloze_attention(job: Job) -> str:
         )
     if kernel not in CLOZE_KERNELS:
         raise RequestError(
-            f"tune.attention={kernel!r} is not known; allowed: auto, {', '.join(sorted(CLOZE_KERNELS))}"
+            f"tune.attention={kernel!r} is not known; allowed: auto,"
+            f" {', '.join(sorted(CLOZE_KERNELS))}"
         )
     if kernel == "flash" and not flash_fits:
         raise RequestError(
-            f"tune.attention=flash takes heads of 8, 16, … 256 numbers, not {dim}; choose padded"
+            "tune.attention=flash needs a head dimension that is a multiple of 8 up to 256, not"
+            f" {dim}; choose padded"
         )
     if kernel == "packed" and not can_use_packed_kernel(job):
         raise RequestError(
             "tune.attention=packed needs a GPU with Triton, tune.compile=true, a 16-bit precision"
-            " and heads of 128 numbers at most; choose auto"
+            " and a head dimension of at most 128; choose auto"
         )
     return kernel
 
@@ -197,15 +206,17 @@ def check_glm_recompute(job: Job) -> None:
     recompute = job.case.tune.recompute
     if recompute not in RECOMPUTE_MODES:
         raise RequestError(
-            f"tune.recompute={recompute!r} does not work with GLM; allowed: {', '.join(RECOMPUTE_MODES)} "
+            f"tune.recompute={recompute!r} does not work with GLM; allowed:"
+            f" {', '.join(RECOMPUTE_MODES)} "
             "(recomputation must repeat the same dropout)"
         )
 
 
 class TrainedGlm(TrainableModel):
-    """A whole GLM on this rank's device, as a trainer sees it.
+    """A whole GLM on this rank's device, as a `Trainer` sees it (a TrainableModel). `module` is the
+    GLM after `build`, `computation` the engine's after `compile`.
 
-    `make_computation` chooses how the engine computes log-probabilities, once the module is built;
+    `make_computation(module, gradient)` chooses how the engine computes log-probabilities;
     `details` are the engine's own choices, for the record.
     """
 
@@ -216,9 +227,10 @@ class TrainedGlm(TrainableModel):
         self.shape = get_glm_shape(job)
 
     def build(self) -> list[Tensor] | None:
-        """Build the module with random weights or those of a checkpoint, and cast it to the dtype
-        of the matmuls. Return the weights in the dtype that they are stored in if that is another
-        dtype (the master weights), else None. Sets `weights`.
+        """Build the GLM with random weights or those of a checkpoint, and cast it to the dtype of
+        the matmuls. Return the weights in the dtype that they are stored in if that is another
+        dtype (the master weights), else None. Sets `module` and `weights`, their source. Raises
+        RequestError if the checkpoint does not fit.
         """
         question, device = self.job.case.question, self.job.device.torch_device
         self.module = glm.build_glm(self.shape, device, DTYPES[question.precision.weights])
@@ -238,8 +250,9 @@ class TrainedGlm(TrainableModel):
         return list(self.module.named_parameters())
 
     def compile(self, gradient: GradientOf) -> None:
-        """Make the engine's computation of log-probabilities; if it can record graphs, losses of
-        padded micro-batches will be replayed from graphs.
+        """Make the engine's computation of log-probabilities (`computation`). If it can record
+        graphs, losses of padded micro-batches will be replayed from graphs. `gradient(parameter)`
+        returns the tensor that sums its gradient.
         """
         self.computation = computation = self.make_computation(self.module, gradient)
         self.replayed_loss: ReplayedFunction[ClozeMicroBatch] | None = None
@@ -258,9 +271,10 @@ class TrainedGlm(TrainableModel):
         return compute_scores(self.computation.log_probs(micro, 0.0), micro)
 
     def loss(self, micro: ClozeMicroBatch) -> Tensor:
-        """Return the summed cross-entropy of a micro-batch's samples, in nats, with dropout;
-        samples without a right answer are left out. Its `backward` must be called before the next
-        `loss`: recorded graphs share their memory.
+        """Return the summed cross-entropy of a micro-batch's samples over their candidates, in
+        nats, with dropout; samples without a right answer are left out. Replayed from graphs if the
+        engine records them and the micro-batch was padded to a bucket. Its `backward` must be
+        called before the next `loss`: recorded graphs share their memory.
         """
         if self.computation.draw_random_numbers is not None:
             self.computation.draw_random_numbers()
@@ -269,7 +283,9 @@ class TrainedGlm(TrainableModel):
         return self.replayed_loss(micro)
 
     def _loss(self, micro: ClozeMicroBatch) -> Tensor:
-        """Compute the summed loss of a micro-batch; this is the function that graphs record."""
+        """Compute the summed loss of a micro-batch with dropout, in nats; this is the function that
+        graphs record.
+        """
         scores = compute_scores(self.computation.log_probs(micro, self.shape.dropout), micro)
         return F.cross_entropy(scores, micro.right, reduction="sum", ignore_index=NO_ANSWER)
 
@@ -287,8 +303,9 @@ class TrainedGlm(TrainableModel):
 def make_glm_trainer(
     job: Job, make_computation: MakeComputation, details: dict[str, Any]
 ) -> Trainer:
-    """Return a trainer of a GLM that every replica holds whole. `details` are the engine's own
-    choices, for the record.
+    """Return a trainer of a GLM that every replica holds whole; nothing is built yet.
+    `make_computation` chooses how the engine computes log-probabilities, `details` are the engine's
+    own choices, for the record. Raises TypeError if the model is no GLM.
     """
     placement = ReplicatedPlacement(
         job.plan.dp, get_compute_dtype(job.case.question.precision.matmul), job.device.torch_device

@@ -33,14 +33,16 @@ PendingLoss = Callable[[], float]  # waits for a loss that is being copied to th
 
 
 class TrainedModel(Protocol):
-    """A model, as far as the loop knows one."""
+    """A model, as far as the training loop knows one: `weights`, their source for the record."""
 
     weights: dict[str, Any]  # where they came from, for the record
 
 
 class Learner(Protocol):
-    """What is trained: a model on its devices, and an optimizer. `Trainer` (trainer.py) is the one
-    of most torch engines.
+    """What is trained: a model on its devices, and an optimizer. The loop calls `prepare` and
+    `warm_up` before the first pass, then in each step, on all ranks, `sum_over_replicas`,
+    `backward`, `reduce`, `update` and `fetch`; evaluations call `evaluate`. `Trainer` (trainer.py)
+    is the one of most torch engines.
     """
 
     @property
@@ -94,7 +96,9 @@ class Learner(Protocol):
 
 @runtime_checkable
 class CheckpointingLearner(Protocol):
-    """A learner that can write and load checkpoints."""
+    """What a learner has beside `Learner` if it can write and load checkpoints: `read_scalars`,
+    `save` and `load`, which all ranks call together. The loop tests for it with isinstance.
+    """
 
     def read_scalars(self) -> OptimizerScalars:
         """Return what the optimizer stores beside tensors; the same on all ranks."""
@@ -109,8 +113,10 @@ class CheckpointingLearner(Protocol):
 
 
 class MicroBatchMaker(Protocol):
-    """Makes a replica's micro-batches from the keys of a task's rows. What a micro-batch is, is
-    between this and the model.
+    """Makes a replica's micro-batches from the keys of a task's rows: `split_keys` divides a global
+    batch, `pack` makes host arrays (in another thread), `to_device` copies them, `count_targets`
+    counts what the loss is a mean over, `seed` seeds a step. What a micro-batch is, is between this
+    and the model.
     """
 
     def split_keys(self, keys: list[RowKey], size: int | None = None) -> list[list[RowKey]]:
@@ -136,9 +142,10 @@ class MicroBatchMaker(Protocol):
 
 
 class TrainingEvaluation(Protocol):
-    """What passes `before` and `after` do, and pass `train` between its steps. It does not change
-    the weights. `name` is the name of the pass, `steps_taken` the number of steps that have been
-    trained.
+    """What passes `before` and `after` do, and pass `train` between its steps if `is_due`: `work`
+    runs one evaluation, `outputs` returns the results of a pass. It does not change the weights.
+    `name` is the name of the pass, `steps_taken` the number of steps that have been trained.
+    `HeldOutLoss` and `ClozeAccuracy` implement it.
     """
 
     reached: bool  # the target that ends training was reached
@@ -157,8 +164,9 @@ class TrainingEvaluation(Protocol):
 
 
 def compute_learning_rate(train: Train, step: int) -> float:
-    """Return the learning rate of a step, counted from 0: linear warm-up from lr / warmup_steps,
-    then cosine or linear decay to `min_lr` at `decay_steps`, constant after that.
+    """Return the learning rate of a step, counted from 0: linear warm-up from lr / warmup_steps to
+    lr, then cosine or (any other `schedule`) linear decay to `min_lr` at step `decay_steps`,
+    constant after that.
     """
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps
@@ -172,7 +180,8 @@ def compute_learning_rate(train: Train, step: int) -> float:
 
 class LossWatch:
     """Checks losses a few steps late, so that the host does not wait for the device, and remembers
-    the first that is not finite or above `bound` (None: no bound).
+    in `stop` the first that is not finite or above `bound` (None: no bound): its step, why ("nan"
+    or "bound") and value. `stop` is None if there was none.
 
     It is late by a fixed number of steps, so that all ranks see the same and stop at the same step.
     """
@@ -183,8 +192,8 @@ class LossWatch:
         self._pending: list[tuple[int, PendingLoss]] = []
 
     def add(self, step: int, loss: float | PendingLoss) -> None:
-        """Take the loss of a step: a number is checked at once, a pending one later by
-        `has_bad_loss`.
+        """Take the loss of a step: a number is checked at once, a function that waits for a loss
+        later, by `has_bad_loss`.
         """
         if callable(loss):
             self._pending.append((step, loss))
@@ -192,9 +201,9 @@ class LossWatch:
             self._check_loss(step, loss)
 
     def has_bad_loss(self, wait: bool = False) -> bool:
-        """Check pending losses that are more than two steps old, or all of them with `wait`,
-        waiting for their copies. Return whether any loss so far was bad; `stop` then holds its
-        step, `why` ("bound" or "nan") and value.
+        """Check pending losses, oldest first, until only the last two are left, or all of them with
+        `wait`, waiting for their copies. Return whether any loss so far was bad; `stop` then holds
+        step, `why` ("bound" or "nan") and value (None if not finite) of the first.
         """
         while self._pending and (wait or len(self._pending) > WATCH_DELAY_STEPS):
             step, pending_loss = self._pending.pop(0)
@@ -202,7 +211,7 @@ class LossWatch:
         return self.stop is not None
 
     def _check_loss(self, step: int, loss: float) -> None:
-        """Remember a loss in `stop` if it is the first that is not finite or above the bound."""
+        """Set `stop` if this loss is not finite or above the bound, and no earlier one was."""
         finite = math.isfinite(loss)
         if self.stop is None and (not finite or (self.bound is not None and loss > self.bound)):
             self.stop = {
@@ -213,7 +222,10 @@ class LossWatch:
 
 
 class HeldOutLoss:
-    """The evaluation of row tasks: the loss of held-out rows, only in `before` and `after`."""
+    """The evaluation of tasks with training rows (a TrainingEvaluation): the loss of held-out rows,
+    only in passes `before` and `after`. It ends no training: `reached` is always False. `losses`
+    has each pass's summed loss, on the device, and number of targets.
+    """
 
     reached = False
 
@@ -230,15 +242,16 @@ class HeldOutLoss:
         return len(self._split_held_out()) + 1
 
     def _split_held_out(self) -> list[list[RowKey]]:
-        """Return the row keys of this replica's held-out micro-batches. They have the size of the
-        first step's micro-batches, for which kernels are already compiled.
+        """Return the row keys of this replica's held-out micro-batches, None for padding. They have
+        the size of the first step's micro-batches, for which kernels are already compiled.
         """
         split_keys = self.batches.split_keys
         return split_keys(self.texts.held_out(), len(split_keys(self.texts.batch(0))[0]))
 
     def work(self, name: str, steps_taken: int) -> Iterator[Phase | Work]:
-        """Yield phases `data` and `evaluate` and one `Work` per micro-batch, then phase `score`.
-        The summed loss stays on the device until `outputs`.
+        """Evaluate the held-out rows: yield phases `data` and `evaluate` and one `Work` per
+        micro-batch, then phase `score` and an empty `Work`. The loss, summed in fp64, stays on the
+        device until `outputs`. `steps_taken` is not used.
         """
         nll: Tensor = 0.0
         count = 0
@@ -256,7 +269,8 @@ class HeldOutLoss:
 
     def outputs(self, name: str) -> dict[str, Any]:
         """Return `nll`, the summed loss of this replica in nats (None if not finite), and
-        `targets`, over how many tokens; empty for pass `train`. Waits for the device.
+        `targets`, over how many tokens; an empty dict for pass `train`. Waits for the device.
+        Raises KeyError if the pass did not end.
         """
         if name == "train":
             return {}
@@ -266,15 +280,17 @@ class HeldOutLoss:
 
 
 class TrainingLoop:
-    """The engine interface (engine/job.py) for training, which engines subclass: passes `before`,
-    `train` and `after`.
+    """The engine interface (engine/job.py) for training, which engines subclass with a learner, a
+    maker of micro-batches and an evaluation: passes `before`, `train` and `after`. One thread packs
+    the rows of the next step in the background. `losses` has the loss of every step, those before a
+    resumed checkpoint included.
     """
 
     def __init__(
         self, job: Job, trainer: Learner, batches: MicroBatchMaker, evaluation: TrainingEvaluation
     ) -> None:
-        """Set up the loop; builds nothing. Starts a thread pool of one thread, which packs the rows
-        of the next step.
+        """Set up the loop; builds and loads nothing. Starts a thread pool of one thread, which
+        packs the rows of the next step. Raises ValueError if the case does not train.
         """
         self.job, self.trainer, self.train = job, trainer, job.train
         self.batches, self.evaluation = batches, evaluation
@@ -287,7 +303,9 @@ class TrainingLoop:
 
     def prepare(self, name: str, part: Part) -> None:
         """Build, compile and warm up the learner, and load the checkpoint `job.resume` if there is
-        one. Runs before the first pass only; later calls do nothing.
+        one. Time is booked as the learner's parts, `compile_train` or `warmup_train`, and `resume`.
+        Runs before the first pass only; later calls do nothing. Raises RequestError if weights or
+        checkpoint do not fit.
         """
         if self.is_prepared:
             return
@@ -302,9 +320,9 @@ class TrainingLoop:
         self.is_prepared = True
 
     def _resume(self, path: Path) -> None:
-        """Continue from the checkpoint `path`: load its tensors and losses, and start after its
-        last step. Raises RequestError if `--weights` names other weights than those that the
-        checkpoint began with.
+        """Continue from the checkpoint `path`: load its tensors and losses, start after its last
+        step, and take over its source of weights. Raises RequestError if it cannot be read, does
+        not match the model, or `--weights` names other weights than those that it began with.
         """
         state = checkpoint_folders.read_checkpoint_json(
             path / checkpoint_folders.STATE_FILE, CheckpointState
@@ -312,7 +330,7 @@ class TrainingLoop:
         model = self.trainer.model
         if self.job.weights is not None and model.weights != state.weights:
             raise RequestError(
-                "--resume: the checkpoint began with other weights; give the same, or leave"
+                "--resume: the checkpoint's run started from other weights; give the same, or leave"
                 " --weights out"
             )
         model.weights = state.weights
@@ -320,8 +338,9 @@ class TrainingLoop:
         self.first_step, self.losses = state.step, [*state.losses]
 
     def _save(self, step: int, folder: Path) -> None:
-        """Write a checkpoint of everything after `step` steps into `folder`. Waits for the device;
-        losses that are not finite are stored as None.
+        """Write a checkpoint of everything after `step` steps into `folder`; all ranks call it
+        together. Waits for the device. Losses become floats, also in `self.losses`, and None if not
+        finite. Raises OSError if it cannot be written, TypeError if the learner writes none.
         """
         losses = [_to_finite_float(loss) for loss in self.losses]
         self.losses = [*losses]
@@ -336,16 +355,17 @@ class TrainingLoop:
         self._get_checkpointing_learner().save(folder, state)
 
     def _get_checkpointing_learner(self) -> CheckpointingLearner:
-        """Return the trainer as one that writes checkpoints. Raises TypeError if it cannot, which
-        is a defect: such runs are refused before they start.
+        """Return the loop's learner (`trainer`) as one that writes checkpoints. Raises TypeError if
+        it cannot, which is a defect: such runs are refused before they start.
         """
         if not isinstance(self.trainer, CheckpointingLearner):
-            raise TypeError(f"{type(self.trainer).__name__} keeps no checkpoints")
+            raise TypeError(f"{type(self.trainer).__name__} cannot write checkpoints")
         return self.trainer
 
     def _pick_keys_of_each_size(self) -> list[list[RowKey]]:
-        """Return the row keys of one micro-batch for each size (number of rows) that occurs in the
-        first 32 steps, so that kernels are compiled for all of them before a pass.
+        """Return the row keys of one micro-batch for each size (number of rows) that the first
+        micro-batch of a step has in the first 32 steps, so that kernels are compiled for all of
+        them before a pass.
         """
         keys_by_size: dict[int, list[RowKey]] = {}
         for step in range(min(self.steps, WARMED_STEPS)):
@@ -358,7 +378,10 @@ class TrainingLoop:
         return self.batches.split_keys(self.job.inputs.batch(step))
 
     def total(self, name: str) -> int:
-        """Return how many `Work` items the pass will yield, if it does not stop early."""
+        """Return how many `Work` items the pass `name` will yield if it does not stop early: for
+        `train` the steps left after the resumed checkpoint, with the evaluations and checkpoints
+        between them; for any other pass those of one evaluation.
+        """
         if name != "train":
             return self.evaluation.count_work_items()
         return (
@@ -371,21 +394,26 @@ class TrainingLoop:
         )
 
     def _count_between_steps(self, steps_taken: int) -> int:
-        """Return how many `Work` items `_run_between_steps` yields after so many steps."""
+        """Return how many `Work` items come after so many steps, before the next: one for a
+        checkpoint and those of an evaluation, if due.
+        """
         return int(self._is_checkpoint_due(steps_taken)) + (
             self.evaluation.count_work_items() if self.evaluation.is_due(steps_taken) else 0
         )
 
     def work(self, name: str) -> Iterator[Phase | Work]:
-        """Return the generator of marks of a pass."""
+        """Return the generator of marks (`Phase` and `Work`) of a pass: the steps of `train`; for
+        any other name one evaluation, of the weights as they are.
+        """
         if name == "train":
             return self._run_training()
         return self.evaluation.work(name, self.first_step if name == "before" else len(self.losses))
 
     def _run_training(self) -> Iterator[Phase | Work]:
-        """Run pass `train`: one `Work` per step, with evaluations and checkpoints between. Ends
-        early after a bad loss, which is noticed a few steps late, or when the evaluation's target
-        is reached.
+        """Run pass `train`: yield phases and one `Work` per step, with those of evaluations and
+        checkpoints between. Appends to `losses`. Ends early after a loss that is not finite or
+        above the bound, which is noticed a few steps late, or when the evaluation's target is
+        reached.
         """
         next_batch = self._prefetch(self.first_step)
         for step in range(self.first_step, self.steps):
@@ -400,14 +428,16 @@ class TrainingLoop:
                 return
 
     def continue_pass(self, name: str) -> Iterator[Phase | Work]:
-        """Return a generator of more steps like those of the pass, without end, for profiling. In
-        pass `train` nothing is watched, evaluated or saved, but weights change; other passes simply
-        run again.
+        """Return a generator of more steps like those of the pass, for profiling. In pass `train`
+        it has no end: nothing is watched, evaluated or saved, but weights change. Other passes run
+        once more.
         """
         return self._repeat_steps() if name == "train" else self.work(name)
 
     def _repeat_steps(self) -> Iterator[Phase | Work]:
-        """Train on the batches of this run's steps over and over, without end."""
+        """Yield the marks of training on the batches of this run's steps, over and over, without
+        end. Weights change; losses are not kept.
+        """
         next_batch = self._prefetch(self.first_step)
         for step, following in pairwise(
             cycle(range(self.first_step, max(self.steps, self.first_step + 1)))
@@ -418,8 +448,10 @@ class TrainingLoop:
     def _run_step(
         self, step: int, batch: PackedStep, following: int
     ) -> Generator[Phase, None, tuple[PackedStep, Tensor, Work]]:
-        """Train one step on a batch that is being packed, and start to pack the step `following`.
-        Yields the phases; returns the next step's batch, the loss of this step, and its `Work`.
+        """Train step `step` on `batch`, its rows as they are being packed in the background, and
+        start to pack those of step `following`. Yields the phases; returns (the batch of
+        `following`, the loss over all replicas, the `Work` with counts, loss, grad_norm, lr and row
+        keys), tensors on the device. All ranks run it together.
         """
         yield Phase("data")
         groups, packs = batch.result()
@@ -465,7 +497,9 @@ class TrainingLoop:
         return loss
 
     def _run_between_steps(self, steps_taken: int) -> Iterator[Phase | Work]:
-        """Evaluate and write a checkpoint, each if it is due after so many steps."""
+        """Evaluate, then write a checkpoint, each if it is due after so many steps; yields their
+        marks, an empty `Work` for the checkpoint.
+        """
         if self.evaluation.is_due(steps_taken):
             yield from self.evaluation.work("train", steps_taken)
         if self._is_checkpoint_due(steps_taken) and self.job.checkpoint_schedule is not None:
@@ -474,7 +508,9 @@ class TrainingLoop:
             yield Work({})
 
     def _is_checkpoint_due(self, steps_taken: int) -> bool:
-        """Return whether a checkpoint is due after so many steps."""
+        """Return whether a checkpoint is due after so many steps: every `every_steps`, if the job
+        has a schedule.
+        """
         return (
             self.job.checkpoint_schedule is not None
             and steps_taken % self.job.checkpoint_schedule.every_steps == 0
@@ -487,16 +523,16 @@ class TrainingLoop:
         return self.executor.submit(self._pack_step, step if step < self.steps else self.steps - 1)
 
     def _pack_step(self, step: int) -> tuple[list[list[RowKey]], list[Any]]:
-        """Return the row keys of this replica's micro-batches of a step, and the packed
-        micro-batches.
+        """Return (row keys of each of this replica's micro-batches of a step, the packed
+        micro-batches). Runs in the background thread.
         """
         groups = self._split_step(step)
         return groups, [self.batches.pack(group) for group in groups]
 
     def outputs(self, name: str) -> dict[str, Any]:
-        """Return what the evaluation found in the pass. For pass `train` also `stopped`: None, or
-        the step and why training ended early ("nan", "bound" or "target"); this waits for all
-        pending losses.
+        """Return what the evaluation found in the pass. For pass `train` also `stopped`: None, or a
+        dict with the step and why training ended early ("nan", "bound" or "target"); this waits for
+        all pending losses.
         """
         outputs_of_evaluation = self.evaluation.outputs(name)
         if name != "train":
