@@ -26,7 +26,7 @@ from steelyard.training.checkpoint_folders import CheckpointState, OptimizerScal
 
 PATCH = Path(__file__).parents[1] / "fixtures" / "megatron_cpu"
 SHARDING_REFUSAL = (
-    "engine megatron's distributed optimizer divides optimiser states among all replicas; allowed:"
+    "engine megatron's distributed optimizer divides optimizer states among all replicas; allowed:"
     " tune.sharding=0 or 1, without tune.sharding_degree"
 )
 CPU_REFUSAL = (

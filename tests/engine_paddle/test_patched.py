@@ -99,7 +99,7 @@ def test_a_precision_that_paddle_silently_ignores_ends_the_run(
     """
     run_record = patched(1, 1, "--precision", "bf16-o2")
     error = (
-        "rank 0: RuntimeError: precision bf16-o2: parameters must be bfloat16, and Paddle made them"
+        "rank 0: RuntimeError: precision bf16-o2: parameters must be bfloat16, but Paddle made them"
         " float32"
     )
     assert (

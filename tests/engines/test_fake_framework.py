@@ -67,13 +67,10 @@ def test_a_case_runs_without_torch(shell: Shell, options: tuple[str, ...]) -> No
             ("--division", "open"),
             f"{CASE} has no division 'open' with engine abacus; allowed: closed",
         ),
-        (("--precision", "bf16"), "engine abacus has no matmuls in bf16; allowed: fp32"),
+        (("--precision", "bf16"), "engine abacus does not compute matmuls in bf16; allowed: fp32"),
         (
             ("--devices", "2", "--parallel", "TP2"),
-            (
-                "engine abacus holds a whole model on each device; asked: TP2PP1DP1; allowed:"
-                " --parallel DP"
-            ),
+            ("engine abacus cannot divide a model as TP2PP1DP1; allowed: --parallel DP"),
         ),
     ],
 )

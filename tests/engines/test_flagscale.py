@@ -170,7 +170,7 @@ def test_a_hanging_program_fails_the_run(shell: Shell, checkout: Path) -> None:
         pytest.param(
             "batch@5",
             "raised",
-            "a batch of 9 rows and 40 in all; asked: 8 and 40",
+            "a batch of 9 rows and 40 in all; expected: 8 and 40",
             marks=pytest.mark.full,
         ),
     ],

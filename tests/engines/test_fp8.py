@@ -120,11 +120,11 @@ def test_scoring_is_near_bf16_in_every_division_and_degree(shell: Shell) -> None
         ),
         (
             ("llama1-7b-openwebtext", "--precision", "fp8", "--set", "question.model.ffn=168"),
-            "fp8 takes sizes that 16 divides, and ffn is 168 on a device",
+            "fp8 needs sizes that are multiples of 16, and ffn is 168 on each device",
         ),
         (
             ("llama1-7b-openwebtext", "--precision", "fp8", "--engine", "transformers"),
-            "engine transformers has no matmuls in fp8",
+            "engine transformers does not compute matmuls in fp8",
         ),
     ],
 )

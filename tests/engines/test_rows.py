@@ -88,17 +88,11 @@ def refusal_message(request: Request) -> str:
         ),
         (
             make_request(MMLU, "transformers", 2, parallel="TP2"),
-            (
-                "engine transformers holds a whole model on each device; asked: TP2PP1DP1; allowed:"
-                " --parallel DP"
-            ),
+            ("engine transformers cannot divide a model as TP2PP1DP1; allowed: --parallel DP"),
         ),
         (
             make_request(CORPUS, "transformers", 2, parallel="PP2"),
-            (
-                "engine transformers holds a whole model on each device; asked: TP1PP2DP1; allowed:"
-                " --parallel DP"
-            ),
+            ("engine transformers cannot divide a model as TP1PP2DP1; allowed: --parallel DP"),
         ),
     ],
     ids=range(9),

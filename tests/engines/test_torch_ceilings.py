@@ -119,10 +119,10 @@ def test_a_matmul_shrinks_to_its_time_budget_or_is_refused():
     assert _fit_to_budget(shape, CallBudget(2 * 64 * 100.0, 1.0), shrinks=True).m == 64
     with pytest.raises(
         UnavailableError,
-        match="not tried: one call even with 64 rows would take more than 1 s here",
+        match="not run: one call even with 64 rows would take more than 1 s here",
     ):
         _fit_to_budget(shape, CallBudget(2 * 63 * 100.0, 1.0), shrinks=True)
-    with pytest.raises(UnavailableError, match="not tried: one call would take more than 1 s here"):
+    with pytest.raises(UnavailableError, match="not run: one call would take more than 1 s here"):
         _fit_to_budget(shape, CallBudget(199_999.0, 1.0), shrinks=False)
 
 
@@ -157,7 +157,7 @@ def test_memory_rows_are_checked(shown: TorchCeilings, monkeypatch: pytest.Monke
 def test_memory_capacity_is_reported(shown: TorchCeilings):
     (row,) = [row for row in shown.rows(quick=True) if row.group == "capacity"]
     benchmark = row.prepare(CallBudget(None, 1.0))
-    assert (benchmark.amount > 0, str(benchmark.detail["how"]).startswith("not tried: ")) == (
+    assert (benchmark.amount > 0, str(benchmark.detail["how"]).startswith("not measured: ")) == (
         True,
         True,
     )

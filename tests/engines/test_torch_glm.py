@@ -274,7 +274,8 @@ def test_unsupported_tunes_are_refused_in_one_line() -> None:
         assert "\n" not in str(caught.value)
     odd = SHAPE.model_copy(update={"hidden": 24, "heads": 4})
     with pytest.raises(
-        RequestError, match="takes heads of 8, 16, … 256 numbers, not 6; choose padded"
+        RequestError,
+        match="needs a head dimension that is a multiple of 8 up to 256, not 6; choose padded",
     ):
         fused.make_cloze_trainer(make_job(shape=odd, attention="flash"))
 

@@ -291,9 +291,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
         lambda: hf_folder.check_auto_folder(folder, model),
         lambda: hf_folder.read_hf_folder(folder),
     ):
-        with pytest.raises(
-            RequestError, match="its weights are quantized, which is not supported"
-        ):
+        with pytest.raises(RequestError, match="its weights are quantized, which is not supported"):
             check()
 
 

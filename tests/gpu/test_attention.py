@@ -23,7 +23,7 @@ def test_forward_and_backward_equal_the_plain_kernel(
     kernel: str, dtype: torch.dtype, groups: int, window: int | None
 ) -> None:
     if window is not None and kernel not in WINDOW_KERNELS:
-        pytest.skip(f"{kernel} has no window")
+        pytest.skip(f"{kernel} supports no window")
     if dtype == torch.float32 and kernel not in ("rows", "efficient"):
         pytest.skip(f"{kernel} knows 16 bits alone")
     device = torch.device("cuda")

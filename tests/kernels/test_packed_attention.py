@@ -52,5 +52,5 @@ def test_the_kernel_is_refused_on_a_cpu():
 def test_gradients_of_rows_with_shared_prefixes_are_refused(monkeypatch):
     monkeypatch.setattr(packed_attention, "is_supported", lambda *args: True)
     q = torch.randn(8, 2, 32, dtype=torch.bfloat16, requires_grad=True)
-    with pytest.raises(RequestError, match="learns nothing from rows with shared prefixes"):
+    with pytest.raises(RequestError, match="computes no gradients of rows with shared prefixes"):
         ATTENTION_KERNELS["packed"](q[:4], q, q, make_packed_layout([4], [8], CPU))

@@ -276,6 +276,7 @@ def test_fp8_score_blocks_answer_as_the_plain_modules(changes):
 def test_sizes_that_16_does_not_divide_are_refused():
     llama_fp8.check_fp8_sizes(SHAPE)
     with pytest.raises(
-        RequestError, match="fp8 takes sizes that 16 divides, and ffn is 168 on a device"
+        RequestError,
+        match="fp8 needs sizes that are multiples of 16, and ffn is 168 on each device",
     ):
         llama_fp8.check_fp8_sizes(replace(SHAPE, ffn=168))

@@ -20,7 +20,7 @@ Part = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
-    """When and where training writes checkpoints: into `folder`, after every `every` steps."""
+    """When and where training writes checkpoints: every `every_steps` steps, into `folder`."""
 
     folder: Path
     every_steps: int
@@ -28,12 +28,13 @@ class CheckpointSchedule:
 
 @dataclass(frozen=True)
 class Job:
-    """All that an engine is given on one rank: the resolved case, its inputs, its place in the
-    plan, and the device.
+    """All that an engine is given on one rank: the resolved case, its inputs, its position in the
+    plan, the device, and where to read weights and write checkpoints. Made by the worker
+    (run/worker.py).
     """
 
     case: Case
-    work: str  # which kind: a key of rows.WORKS
+    work: str  # which kind: a key of engine_rows.WORKS
     inputs: Any  # what the task prepared for that kind of work
     weights: Path | None  # None: random
     device: Any  # the accelerator's device class of the framework
@@ -52,15 +53,18 @@ class Job:
 
     @property
     def train(self) -> Train:
-        """Return the training settings of the case; raise ValueError if the case does not train."""
+        """Return the training settings of this job's case; raise ValueError if the case does not
+        train.
+        """
         if self.case.question.train is None:
-            raise ValueError("a question without training")
+            raise ValueError("this case does not train")
         return self.case.question.train
 
 
 class Engine(Protocol):
-    """What runs one kind of work in one framework, on one rank. Constructed with a `Job`; it never
-    reads a clock.
+    """The interface of what runs one kind of work in one framework, on one rank: `prepare`,
+    `total`, `work` and `outputs` of each pass, then `weights` and `details` for the record.
+    Constructed with a `Job`; it never reads a clock.
 
     The argument `name` of its methods is the name of a pass: `val`, `infer` or `bare` of scoring,
     `before`, `train` or `after` of training.
@@ -73,15 +77,17 @@ class Engine(Protocol):
         """
 
     def prepare(self, name: str, part: Part) -> None:
-        """Make ready for a pass: build the model, load weights, compile, warm up. Weights must not
-        change.
+        """Make this engine ready for a pass; called before each. Build the model, load weights,
+        compile and warm up, as far as earlier passes have not. Weights must not change.
 
         `part(label)` is a context manager that books the time inside it under that label in the
         run's time budget; each of these steps runs inside one.
         """
 
     def total(self, name: str) -> int:
-        """Return how many `Work` items the pass will yield, for progress."""
+        """Return how many `Work` items the pass `name` will yield on this rank if it does not stop
+        early, for progress.
+        """
 
     def work(self, name: str) -> Iterator[Phase | Work]:
         """Run the pass as a generator of marks: a `Phase` where a phase begins, a `Work` where a
@@ -89,11 +95,12 @@ class Engine(Protocol):
         """
 
     def outputs(self, name: str) -> dict[str, Any]:
-        """Return what the pass computed, as JSON-able lists and dicts: answers of scoring, losses
-        or accuracies of training.
+        """Return what the finished pass `name` computed, as JSON-able lists and dicts, for the task
+        to check: answers of scoring, losses or accuracies of training. Asked only of the first rank
+        of each replica (tp and pp 0), and not of bare passes.
         """
 
     def details(self) -> dict[str, Any]:
-        """Return what the engine chose or found by itself, for the record: kernels, number of
-        batches, types of tensors.
+        """Return what the engine chose or found by itself, as a JSON-able dict for the record:
+        kernels, number of batches, types of tensors. Called after all passes.
         """

@@ -23,11 +23,12 @@ ALIGNED = 16  # addresses (bytes) and sizes that are multiples of it are loaded 
 
 @dataclass(frozen=True)
 class AdamTensors:
-    """A parameter's tensors that AdamW reads and writes: weight, gradient, first and second moment,
-    and a copy of the weight.
+    """A parameter's tensors that AdamW reads and writes: `weight`, `gradient`, `first_moment`,
+    `second_moment`, and `copy`, the weight in another type for the model to compute with (None if
+    the model computes with `weight` itself).
 
-    All are contiguous, of equal size, and must stay at their addresses. `copy` has another type
-    than `weight`, for the model to compute with; None if the model computes with `weight` itself.
+    All are contiguous and of equal size, which `list_address_rows` checks, and must stay at their
+    addresses. Gradient and moments must have the type of the weight, which is not checked.
     """
 
     weight: Tensor
@@ -51,13 +52,14 @@ class AdamTensors:
         ]
 
     def list_address_rows(self) -> list[list[int]]:
-        """Return a row for each part of at most `PART` elements: the addresses of the five tensors
-        at its beginning, and its number of elements. Raises ValueError if a tensor is not
+        """Return a row of six integers for each part of at most `PART` elements of this parameter:
+        the addresses of its five tensors (weight, gradient, both moments, copy) at the part's
+        beginning, and the part's number of elements. Raises ValueError if a tensor is not
         contiguous or has another size than the weight.
         """
         count = self.weight.numel()
         if not all(x.is_contiguous() and x.numel() == count for x in self.tensors):
-            raise ValueError("tensors of one weight differ in size, or do not lie end to end")
+            raise ValueError("the tensors of a parameter differ in size or are not contiguous")
         return [
             [
                 *(x.data_ptr() + begin * x.element_size() for x in self.tensors),
@@ -94,14 +96,18 @@ class AdamHyperparameters:
 
 
 class FusedAdamW:
-    """A fused AdamW update of tensors that share hyperparameters; calling it runs one kernel launch
-    for each combination of types and alignment.
+    """A fused AdamW update of tensors that share hyperparameters: calling it updates all of them,
+    by one kernel launch for each combination of types and alignment (`AdamTensors.launch_key`);
+    `compile` only compiles those kernels.
+
+    `addresses` has for each launch the int64 matrix [parts, 6] of addresses; `tensors_by_launch`
+    keeps the tensors alive.
     """
 
     def __init__(self, tensors: Iterable[AdamTensors]) -> None:
-        """Group the tensors by launch and copy the matrix of their addresses to their device. Empty
-        tensors are left out. Raises ValueError for tensors that are not contiguous or differ in
-        size.
+        """Group the tensors by launch (types and alignment) and copy the matrix of their addresses
+        to their device. Parameters without elements are left out. Raises ValueError for tensors of
+        a parameter that are not contiguous or differ in size.
         """
         by_launch: dict[tuple[torch.dtype, torch.dtype, bool], list[AdamTensors]] = {}
         # a rank may have no element of a small parameter
@@ -118,11 +124,12 @@ class FusedAdamW:
         }
 
     def __call__(self, norm: Tensor, hyperparameters: AdamHyperparameters, zero: bool) -> None:
-        """Update all weights, moments and copies in place.
+        """Update all weights, moments and copies by one step of AdamW, in place.
 
         Gradients are multiplied by min(1, max_norm / (norm + 1e-6)) first, where `norm` is a tensor
         on the device with the norm of all gradients of the model. With `zero` the gradients are set
-        to zero afterwards.
+        to zero afterwards, otherwise they stay as they were. Raises KeyError for types other than
+        fp32, bf16 and fp16.
         """
         beta1, beta2 = hyperparameters.betas
         bias_corrections = 1 - beta1**hyperparameters.step, (1 - beta2**hyperparameters.step) ** 0.5
@@ -136,8 +143,8 @@ class FusedAdamW:
             )  # fmt: skip
 
     def compile(self, hyperparameters: AdamHyperparameters, zero: bool) -> None:
-        """Compile the kernels that a call would use, by updating throw-away tensors of the same
-        types; the real tensors do not change.
+        """Compile the kernels that a call with this `zero` would use, by updating throw-away
+        tensors of the same types and alignment; the real tensors do not change.
         """
         for (weight_dtype, copy_dtype, aligned), group in self.tensors_by_launch.items():
             weight = torch.zeros(

@@ -42,14 +42,16 @@ def triton_attend_cloze(
     qkv: Tensor, ranges: Tensor, programs: Tensor, dropout: Dropout
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output [T, H, D] and the base-2 logarithm of each softmax's sum, fp32
-    [H, T], of `qkv` [T, 3, H, D].
+    [H, T], of contiguous `qkv` [T, 3, H, D] with tokens in the order of `InterleavedLayout`.
 
-    `ranges` is int32 [3, T] (`token_ranges`) and `programs` int32 [2, P] of `InterleavedLayout`.
-    Raises RequestError if `qkv` has more than 2^31 - 1 elements, because offsets are 32-bit.
+    `ranges` (`token_ranges`) is int32 [3, T] and `programs` int32 [2, P] of that layout.
+    Probabilities are dropped by a hash of `dropout`'s seed and site. Raises RequestError if `qkv`
+    has more than 2^31 - 1 elements, because offsets are 32-bit.
     """
     if qkv.numel() > MAX_ELEMENTS:
         raise RequestError(
-            f"tune.attention='packed' counts to {MAX_ELEMENTS}, not to {qkv.numel()} numbers; choose a"
+            f"tune.attention='packed' addresses at most {MAX_ELEMENTS} elements, and QKV has"
+            f" {qkv.numel()}; choose a"
             " smaller tune.micro_batch"
         )
     tokens, _, heads, dim = qkv.shape
@@ -75,11 +77,12 @@ def triton_attend_cloze_backward(
     dropout: Dropout,
     accumulator: Tensor,
 ) -> Tensor:
-    """Return the gradient of `qkv` [T, 3, H, D], from that of the output [T, H, D] and the output
-    and lse of `triton_attend_cloze`.
+    """Return the gradient of `qkv` [T, 3, H, D], from `grad`, the contiguous gradient of the output
+    [T, H, D], and from the output and lse of `triton_attend_cloze`; `ranges`, `programs` and
+    `dropout` are those of the forward call.
 
     Its sum over tokens, the gradient of QKV's bias [3 · H · D], is added to `accumulator` in place.
-    `grad` is contiguous.
+    Two kernels are launched, for queries and then for keys and values.
     """
     tokens, _, heads, dim = qkv.shape
     qkv_grad, dot = torch.empty_like(qkv), torch.empty_like(lse)
@@ -104,11 +107,11 @@ def triton_attend_cloze_backward(
 
 
 def _make_tile_sources(rows: int, *matrices: Tensor) -> tuple[list[Any], bool]:
-    """Return the kernel arguments from which tiles of `rows` tokens are loaded, and whether these
-    are tensor descriptors.
+    """Return the kernel arguments from which tiles of `rows` tokens of one head are loaded, one for
+    each of `matrices` [T, heads, D], and whether these are tensor descriptors.
 
-    They are descriptors only if the device has them and the head dimension needs no padding;
-    otherwise the matrices themselves.
+    They are descriptors only if the device has them and the head dimension needs no padding (a
+    power of two, at least `MIN_DIM`); otherwise the matrices themselves.
     """
     dim = matrices[0].shape[-1]
     by_descriptor = has_descriptors(matrices[0].device) and dim == max(
@@ -141,8 +144,9 @@ def _can_see(i: tensor, start: tensor, end: tensor, span_start: tensor, j: tenso
 def _load_rows(
     base: tensor, i: tensor, mask: tensor, width: constexpr, dim: constexpr, padded: constexpr
 ) -> tensor:
-    """Load rows `i` of one head, [len(i), padded], from a matrix whose rows are `width` elements
-    apart; zeros where `mask` is False and beyond `dim` columns.
+    """Load rows (tokens) `i` of one head, [len(i), padded], where `base` points to the head's first
+    column in a matrix whose rows are `width` elements apart; zeros where `mask` [len(i)] is False
+    and from column `dim` on.
     """
     d = tl.arange(0, padded)[None, :]
     pointers = base + i[:, None] * width + d
@@ -157,11 +161,12 @@ def _load_tile(
     stride: constexpr, dim: constexpr, padded: constexpr, rows: constexpr,
     by_descriptor: constexpr,
 ) -> tensor:  # fmt: skip
-    """Load `rows` tokens from `begin` on, of the head whose columns begin at `first_column`,
-    through a descriptor or pointers.
+    """Load `rows` tokens from token `begin` on, [rows, padded], of the head whose columns begin at
+    `first_column`: from descriptor `tiles` if `by_descriptor`, otherwise from pointer `base` to a
+    matrix whose rows are `stride` elements apart.
 
     Tokens from `stop` on are zeros when loaded through pointers; through a descriptor they may hold
-    other rows' values, and callers mask them.
+    values of the tokens that follow, and callers mask them.
     """
     if by_descriptor:
         return read_tile(tiles, begin, first_column, stride, tokens, dim, rows, True)
@@ -178,11 +183,15 @@ def _attend_key_tile(
     scale: tensor, below: tensor, masked: constexpr, has_dropout: constexpr, width: constexpr,
     dim: constexpr, padded: constexpr, keys: constexpr, by_descriptor: constexpr,
 ) -> tuple[tensor, tensor, tensor]:  # fmt: skip
-    """Continue an online softmax with one tile of `keys` keys from `begin` on; return the new
-    maximum, sum of exponentials and weighted sum of values.
+    """Continue an online softmax of queries `i` [tile] of one head with the tile of `keys` keys
+    from `begin` on; return the new maximum, sum of exponentials (fp32 [tile] both) and weighted sum
+    of values (fp32 [tile, padded]).
 
-    Without `masked` all queries see all keys of the tile. Dropped probabilities count in the sum of
-    exponentials, not in that of values.
+    Exponentials are of base 2: `scale` is log2(e) / sqrt(dim). If `masked`, query i sees keys start
+    to end - 1 (its context) and span_start to i (`_can_see`); otherwise all queries see all keys of
+    the tile. Pairs whose hash (of `query_hash` and `high_key`) is less than `below` are dropped:
+    they count in the sum of exponentials, not in that of values, and the caller multiplies by 1 /
+    (1 - share). Keys and values are read from `qkv` or `qkv_tiles`; `width` is heads · dim.
     """
     j = begin + tl.arange(0, keys)
     k = _load_tile(
@@ -219,11 +228,12 @@ def _attend_forward(
     one head; equals kernel `padded` of models/cloze_attention.py, but for which probabilities are
     dropped.
 
-    `qkv` is contiguous [tokens, 3, heads, dim], `qkv_tiles` the same for `_load_tile`, `out`
-    [tokens, heads, dim], `lse` fp32 [heads, tokens] (base 2), `ranges` int32 [3, tokens],
-    `programs` int32 [2, P]. Program (p, h) has the queries programs[0, p] to at most programs[1,
-    p], `tile` of them at most, of head h. `scale` is log2(e) / sqrt(dim), `dropout_scale` 1 / (1 -
-    share), `place` the dropout site.
+    `qkv` is contiguous [tokens, 3, heads, dim], `qkv_tiles` the same for `_load_tile`; written are
+    `out` [tokens, heads, dim] and `lse` fp32 [heads, tokens] (base 2). `ranges` and `programs` are
+    those of `InterleavedLayout`. Program (p, h) has the queries of head h from programs[0, p] to
+    before programs[1, p], but at most `tile`. `scale` is log2(e) / sqrt(dim), `dropout_scale` 1 /
+    (1 - share), `below` the hash under which a probability is dropped, `place` the dropout site;
+    `padded` is the power of two that covers `dim`, `keys` how many keys are read at a time.
     """
     head = tl.program_id(1)
     first, stop = _find_program_tokens(programs)
@@ -261,8 +271,9 @@ def _attend_forward(
 
 @jit_without_specializing()
 def _find_program_tokens(programs: tensor) -> tuple[tensor, tensor]:
-    """Return the first token of this program and where its row ends; both are equal if the program
-    has no tokens.
+    """Return the first token of this program, programs[0, program_id(0)], and where its row ends,
+    programs[1, program_id(0)], of `programs`, int32 [2, P]; both are equal if the program has no
+    tokens.
     """
     return tl.load(programs + tl.program_id(0)), tl.load(
         programs + tl.num_programs(0) + tl.program_id(0)
@@ -274,7 +285,12 @@ def _find_key_range(
     ranges: tensor, tokens: tensor, first: tensor, stop: tensor, tile: constexpr, keys: constexpr
 ) -> tuple[tensor, tensor, tensor]:
     """Return the range of keys that a tile of queries of one row needs: its first key, the key up
-    to which all queries see all keys (in whole steps of `keys`), and its end.
+    to which all queries see all keys (the context, in whole steps of `keys`), and its end.
+
+    `ranges` is int32 [3, tokens]: begin of a token's row, end of its context, begin of its span.
+    The tile begins at token `first` of a row that ends at `stop` and has at most `tile` tokens. The
+    end is that of the context or of the tile, whichever is later. All three are zero if `first`
+    equals `stop`.
     """
     nonempty = first < stop
     lowest, end = (
@@ -290,9 +306,11 @@ def _store_gradient(
     parts: tensor, qkv_grad: tensor, value: tensor, part: constexpr, i: tensor, mask: tensor,
     head: tensor, width: constexpr, dim: constexpr, padded: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradient of this program's queries (`part` 0), keys (1) or values (2) into
-    `qkv_grad` [tokens, 3, heads, dim], and its sum over tokens to row program_id(0) of `parts`,
-    fp32 [P, 3, heads · dim].
+    """Write the gradient `value` [tile, padded] of this program's queries (`part` 0), keys (1) or
+    values (2), of tokens `i` and one head, into `qkv_grad` [tokens, 3, heads, dim], and its sum
+    over these tokens to row program_id(0) of `parts`, fp32 [P, 3, heads · dim].
+
+    Tokens where `mask` is False are neither written nor summed; `width` is heads · dim.
     """
     d = tl.arange(0, padded)
     value = tl.where(mask[:, None], value, 0.0)
@@ -311,8 +329,14 @@ def _compute_query_gradient_tile(
     masked: constexpr, has_dropout: constexpr, width: constexpr, dim: constexpr, padded: constexpr,
     keys: constexpr, by_descriptor: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return what one tile of keys contributes to the gradient of queries, without the factors 1 /
-    sqrt(D) and 1 / (1 - share).
+    """Return what the tile of `keys` keys from `begin` on contributes to the gradient of queries
+    `i`, fp32 [tile, padded]: Σ p (keep · g vᵀ - dot) k, without the factors 1 / sqrt(D) and 1 / (1
+    - share).
+
+    `q` and `g` (gradient of the output) are [tile, padded]; p = exp2(q kᵀ log2(e) scale - lse),
+    with `scale` 1 / sqrt(D), base-2 `lse` and `dot` = rowsum(grad · out) (1 - share), [tile] each.
+    If `masked`, queries see what `_can_see` says, otherwise all keys of the tile; `keep` is false
+    for pairs whose hash is less than `below`.
     """
     j = begin + tl.arange(0, keys)
     k = _load_tile(
@@ -351,9 +375,9 @@ def _backward_queries(
         dq = Σ p (keep · grad vᵀ - dot) k / sqrt(D) / (1 - share)
 
     `grad` and `out` are [tokens, heads, dim], `dot` fp32 [heads, tokens], `qkv_grad` [tokens, 3,
-    heads, dim], `parts` fp32 [P, 3, heads · dim] with sums over each program's tokens; the rest is
-    as in `_attend_forward`, but `scale` is 1 / sqrt(dim). Equals autograd's gradient of kernel
-    `padded`.
+    heads, dim], of which the queries' part is written, `parts` fp32 [P, 3, heads · dim] with sums
+    over each program's tokens; the rest is as in `_attend_forward`, but `scale` is 1 / sqrt(dim).
+    Equals autograd's gradient of kernel `padded`.
     """
     head = tl.program_id(1)
     first, stop = _find_program_tokens(programs)
@@ -403,8 +427,15 @@ def _add_key_gradients_tile(
     k_sum: tensor, v_sum: tensor, masked: constexpr, has_dropout: constexpr, heads: constexpr,
     dim: constexpr, padded: constexpr, queries: constexpr, by_descriptor: constexpr,
 ) -> tuple[tensor, tensor]:  # fmt: skip
-    """Add what one tile of queries contributes to the gradients of keys and values, without the
-    factors 1 / sqrt(D) (of keys) and 1 / (1 - share), and return both sums.
+    """Add what the tile of `queries` queries from `begin` on contributes to the gradients of keys
+    `j` and their values, and return both sums, `k_sum` and `v_sum`, fp32 [tile, padded] each.
+
+        v_sum += keep · p g;  k_sum += p (keep · g vᵀ - dot) q
+
+    The factors 1 / sqrt(D) (of keys) and 1 / (1 - share) are left to the caller. `k` and `v` are
+    [tile, padded]; q, g, lse (base 2) and dot are read from memory up to query `queries_end`. If
+    `masked`, a pair counts only if `_can_see` says so, otherwise all do; `keep` is false for pairs
+    whose hash is less than `below`.
     """
     i = begin + tl.arange(0, queries)
     query_mask = i < queries_end
@@ -457,7 +488,9 @@ def _backward_keys(
         dk = Σ p (keep · grad vᵀ - dot) q / sqrt(D) / (1 - share)
 
     The sums are over the queries that see a key: of a context's key all tokens of the row, of a
-    span's key itself and later tokens of the span. Arguments are as in `_backward_queries`.
+    span's key itself and later tokens of the span. Written are the keys' and values' parts of
+    `qkv_grad` and of `parts`. Arguments are as in `_backward_queries`; `queries` queries are read
+    at a time.
     """
     head = tl.program_id(1)
     first, stop = _find_program_tokens(programs)

@@ -29,8 +29,9 @@ MAX_ELEMENTS = 2**31 - 1  # of a tensor: offsets are 32-bit
 
 @dataclass(frozen=True)
 class VisibleRanges:
-    """The half-open range of keys that each query sees, and the end of the queries that see each
-    key; int32 tensors on the device.
+    """Which keys each query of packed rows sees, as int32 tensors on the device: query i sees keys
+    `first_key`[i] to `keys_end`[i] - 1, and `queries_end`[j] is one after the last query that sees
+    key j (the first is the key's own token). Made by `visible_ranges`.
     """
 
     first_key: Tensor  # [Tq]: the query's first key
@@ -79,17 +80,21 @@ def triton_attend_packed_rows(q: Tensor, k: Tensor, v: Tensor, ranges: VisibleRa
     """
     if not is_supported(q.device, q.dtype, q.shape[-1]):
         raise RequestError(
-            "tune.attention='packed' needs a GPU with Triton, a 16-bit precision and heads of 32,"
-            " 64 or 128"
+            "tune.attention='packed' needs a GPU with Triton, a 16-bit precision and a head"
+            " dimension of 32, 64 or 128"
         )
     reach = max(len(x) * x.stride(0) for x in (q, k, v))
     if reach > MAX_ELEMENTS:
         raise RequestError(
-            f"tune.attention='packed' counts to {MAX_ELEMENTS}, and a batch has {reach} numbers; lower"
+            f"tune.attention='packed' addresses at most {MAX_ELEMENTS} elements, and a batch has"
+            f" {reach}; lower"
             " tune.micro_batch or tune.batch_tokens"
         )
     if torch.is_grad_enabled() and len(q) != len(k):
-        raise RequestError("tune.attention='packed' learns nothing from rows with shared prefixes")
+        raise RequestError(
+            "tune.attention='packed' computes no gradients of rows with shared prefixes; disable"
+            " gradients or choose another kernel"
+        )
     if torch.is_grad_enabled():
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out: Tensor = PackedAttentionFunction.apply(
@@ -116,8 +121,11 @@ class PackedAttentionFunction(torch.autograd.Function):
         keys_end: Tensor,
         queries_end: Tensor,
     ) -> Tensor:
-        """Return the output [T, H, D] and save what the backward pass needs, with each softmax's
-        log-sum-exp (base 2).
+        """Return the causal attention over packed rows, [T, H, D], and save what the backward pass
+        needs, with each softmax's log-sum-exp (base 2, fp32 [H, T]).
+
+        `q` is [T, H, D] or [T, G, H / G, D], `k` and `v` are [Tk, G, D], the rest the tensors of
+        `VisibleRanges`.
         """
         groups, dim = k.shape[1:]
         q = q.view(len(q), groups, -1, dim) if q.dim() == 3 else q
@@ -155,7 +163,9 @@ class PackedAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        """Return the gradients of q, k and v, and None for the three range tensors."""
+        """Return the gradients of q [T, H, D], k and v [T, G, D] of the attention over packed rows,
+        and None for the three range tensors. Right only if queries and keys are the same tokens.
+        """
         q, k, v, out, lse, first_key, queries_end = context.saved_tensors
         grad = grads[0].contiguous()
         tokens, heads, dim = q.shape
@@ -385,9 +395,14 @@ def _add_query_gradient(
     masked: constexpr,
     by_descriptor: constexpr,
 ) -> tensor:
-    """Return `sums`, the gradients of a tile of queries without the factor 1 / sqrt(D), plus what
-    keys from `begin` to `end` contribute: Σ p (grad vᵀ - dot) k. Without `masked` all queries see
-    all of these keys.
+    """Return `sums` [tile, dim], the gradients of a tile of queries of one head without the factor
+    1 / sqrt(D), plus what keys from `begin` to before `end` contribute: Σ p (grad vᵀ - dot) k, with
+    p = exp2(scale2 q kᵀ - lse).
+
+    If `masked`, query `row` sees keys `first_key` to `row`; otherwise all queries see all of these
+    keys. `k` and `v` are [tokens, groups, dim] (or descriptors), whose columns for this head begin
+    at `first_column`; `keys` keys are read at a time. `lse_rows` (base 2) and `dot_rows` are the
+    queries' own; `scale2` is log2(e) / sqrt(D).
     """
     for low in range(begin, end, keys):
         key = read_tile(k, low, first_column, stride, tokens, dim, keys, by_descriptor)

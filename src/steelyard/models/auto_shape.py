@@ -25,7 +25,8 @@ UNWANTED_KEYS = re.compile(
 
 def remove_unwanted_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a Hugging Face configuration without keys that do not belong in a case
-    (`UNWANTED_KEYS`), in nested dicts too, and without null values, which TOML does not have.
+    (`UNWANTED_KEYS`) and without null values, which TOML does not have; in nested dicts too, but
+    not in dicts inside lists.
     """
     remaining = {
         key: value
@@ -39,8 +40,9 @@ def remove_unwanted_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_unwanted_key(config: dict[str, Any]) -> str | None:
-    """Return the dotted path of the first key, at any depth, that does not belong in a case, or
-    None.
+    """Return the dotted path of the first key, at any depth of nested dicts, that does not belong
+    in a case (`UNWANTED_KEYS`), in the dict's order; None if there is none. Dicts inside lists are
+    not searched.
     """
     for key, value in config.items():
         if UNWANTED_KEYS.fullmatch(key):
@@ -52,11 +54,14 @@ def find_unwanted_key(config: dict[str, Any]) -> str | None:
 
 
 class AutoModel(FrozenModel):
-    """Dimensions and configuration of a model that transformers' AutoModelForCausalLM builds.
+    """Dimensions and configuration of a model that transformers' AutoModelForCausalLM builds:
+    `config` is its config.json as far as it says what is computed, `null` the keys of it that are
+    null.
 
     `token_flops`, `pair_flops` and `logit_flops` are what torch's FLOP counter counts for it on
-    meta tensors. Validation raises ValueError for a configuration with unwanted keys, numbers that
-    are not finite, or more than `MAX_CONFIG_CHARACTERS` characters as JSON.
+    meta tensors, `parameters` the whole model's. Validation raises ValueError for unwanted keys in
+    `config` or `null`, numbers that are not finite, or more than `MAX_CONFIG_CHARACTERS` characters
+    as JSON.
     """
 
     family: Literal["auto"]
@@ -69,22 +74,22 @@ class AutoModel(FrozenModel):
     vocab: Dimension
     positions: Dimension
     tied: bool = False
-    parameters: int = Field(ge=1, le=10**15, description="of the whole model")
-    token_flops: int = Field(ge=0, le=MAX_FLOPS, description="of a forward, for each token")
+    parameters: int = Field(ge=1, le=10**15, description="parameters of the whole model")
+    token_flops: int = Field(ge=0, le=MAX_FLOPS, description="forward FLOPs per token")
     pair_flops: int = Field(
         ge=0,
         le=MAX_FLOPS,
-        description="of a forward, for each pair of a query and a key, in all layers",
+        description="forward FLOPs per query-key pair, over all layers",
     )
     logit_flops: int = Field(
-        ge=0, le=MAX_FLOPS, description="for each token whose logits are computed"
+        ge=0, le=MAX_FLOPS, description="forward FLOPs per token whose logits are computed"
     )
     nominal_parameters: float | None = Field(None, gt=0, le=1e18)
     config: dict[str, JsonValue] = Field(
-        description="config.json, as far as it says what is computed"
+        description="the keys of config.json that say what is computed"
     )
     null: list[str] = Field(
-        [], description="keys of it that are null, where transformers takes another default"
+        [], description="keys of config.json that are null where transformers has another default"
     )
 
     @property
@@ -106,8 +111,9 @@ class AutoModel(FrozenModel):
 
     @model_validator(mode="after")
     def _check_config(self) -> Self:
-        """Raise ValueError for a configuration with unwanted keys, numbers that are not finite, or
-        too many characters as JSON.
+        """Raise ValueError if `config` or `null` has a key that does not belong in a case
+        (`UNWANTED_KEYS`), or if `config` has numbers that are not finite or more than
+        `MAX_CONFIG_CHARACTERS` characters as JSON; return the model itself.
         """
         unwanted_key = find_unwanted_key(self.config)
         if unwanted_key is not None:

@@ -42,11 +42,11 @@ Tables = tuple[Tensor, Tensor]  # embeddings of positions, of block positions
 
 
 class AccumulatedBiasLinear(torch.autograd.Function):
-    """x · weightᵀ + bias, whose backward pass adds the gradients of weight and bias to the given
-    accumulators and returns that of x only.
+    """An autograd function: x · weightᵀ + bias, whose backward pass adds the gradients of weight
+    and bias to the given accumulators and returns that of x only.
 
-    Without `bias_accumulator` the bias's gradient is not computed here: whoever makes the incoming
-    gradient adds it.
+    If `bias_accumulator` is None the bias's gradient is not computed here: whoever makes the
+    incoming gradient adds it.
     """
 
     @staticmethod
@@ -58,15 +58,17 @@ class AccumulatedBiasLinear(torch.autograd.Function):
         accumulator: Tensor,
         bias_accumulator: Tensor | None,
     ) -> Tensor:
-        """Return x · weightᵀ + bias, [T, outputs]."""
+        """Return x · weightᵀ + bias, [T, outputs], of x [T, inputs]; x and weight are saved for the
+        backward pass.
+        """
         context.save_for_backward(x, weight)
         context.accumulators = accumulator, bias_accumulator
         return torch.addmm(bias, x, weight.t())
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Add the gradients of weight and bias to their accumulators, and return that of x and None
-        for the rest.
+        """Add the gradients of a linear layer's weight and, unless its accumulator is None, bias to
+        their accumulators in place; return that of the input x, and None for the rest.
         """
         x, weight = context.saved_tensors
         accumulator, bias_accumulator = context.accumulators
@@ -77,8 +79,9 @@ class AccumulatedBiasLinear(torch.autograd.Function):
 
 
 class DropoutAddNorm(torch.autograd.Function):
-    """x + dropout(delta) and its LayerNorm by Triton kernels; the backward pass adds the gradients
-    of the norm's weight and bias, and of the bias in delta if there is one, to `accumulators`.
+    """An autograd function: x + dropout(delta) and its LayerNorm by Triton kernels. The backward
+    pass adds the gradients of the norm's weight and bias, and of the bias in delta if its
+    accumulator is not None, to the three `accumulators`, and returns those of x and delta.
     """
 
     @staticmethod
@@ -90,26 +93,30 @@ class DropoutAddNorm(torch.autograd.Function):
         accumulators: tuple[Tensor, Tensor, Tensor | None],
         dropout: Dropout,
     ) -> GlmStreams:
-        """Return the sum and its norm, [T, hidden] each."""
+        """Return x + dropout(delta) and its LayerNorm, [T, hidden] each. `accumulators` are for the
+        gradients of the norm's weight, its bias and the bias in delta (or None).
+        """
         out, normed, stats = glm_norm_gelu.triton_dropout_add_norm(
             x, delta, norm.weight, norm.bias, norm.eps, dropout
         )
         context.save_for_backward(out, stats, norm.weight)
         context.set_materialize_grads(False)  # after the last block only the norm is used
-        context.asked = accumulators, dropout
+        context.arguments = accumulators, dropout
         return out, normed
 
     @staticmethod
     def backward(
         context: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        """Return the gradients of x (None if not needed) and delta, and None for the rest; raise
-        ValueError if nothing was computed from the norm.
+        """Add the gradients of the norm's weight and bias, and of the bias in delta, to the
+        accumulators in place; return those of x (None if not needed and something was dropped) and
+        delta, and None for the rest. Raises ValueError if the norm's output has no gradient; the
+        sum may have none.
         """
         sum_grad, norm_grad = grads
         if norm_grad is None:
-            raise ValueError("a norm that nothing was made from")
-        accumulators, dropout = context.asked
+            raise ValueError("backward of dropout-add-norm without a gradient of the norm")
+        accumulators, dropout = context.arguments
         x_needs_grad = context.needs_input_grad[0]
         x_grad, delta_grad = glm_norm_gelu.triton_dropout_add_norm_backward(
             context.saved_tensors, sum_grad, norm_grad, accumulators, dropout, x_needs_grad
@@ -118,19 +125,22 @@ class DropoutAddNorm(torch.autograd.Function):
 
 
 class FlashClozeAttention(torch.autograd.Function):
-    """A cloze's attention of tokens in interleaved order, kernel `flash` where Triton runs: one
-    call of flash attention for all queries on contexts, and a Triton kernel that continues with
-    spans on themselves.
+    """An autograd function: a cloze's attention of tokens in interleaved order, kernel `flash`
+    where Triton runs. One call of flash attention computes all queries on contexts, and a Triton
+    kernel continues with spans on themselves.
 
-    The backward pass adds the gradient of QKV's bias to `accumulator`. Why the parts of a softmax
-    can be differentiated apart, cloze_attention.py explains.
+    The backward pass adds the gradient of QKV's bias to `accumulator` and returns that of qkv. Why
+    the parts of a softmax can be differentiated apart, cloze_attention.py explains.
     """
 
     @staticmethod
     def forward(
         context: Any, qkv: Tensor, rows: ClozeLayout, dropout: Dropout, accumulator: Tensor
     ) -> Tensor:
-        """Return [T, H, D] of qkv [T, 3, H, D]."""
+        """Return a cloze's attention [T, H, D] of qkv [T, 3, H, D], whose tokens are in the order
+        of `rows.interleaved`. Flash attention drops by torch's random state, spans on themselves by
+        `dropout`'s seed.
+        """
         layout = rows.interleaved
         context_kv = glm_span_attention.gather_context_keys_values(qkv, layout)
         q, k, v = qkv[:, 0], context_kv[:, 0], context_kv[:, 1]
@@ -140,16 +150,16 @@ class FlashClozeAttention(torch.autograd.Function):
         out = out.contiguous()
         glm_span_attention.attend_spans(qkv, out, lse, layout, dropout)
         context.save_for_backward(qkv, context_kv, out, lse)
-        context.asked = rows, dropout, accumulator, state
+        context.arguments = rows, dropout, accumulator, state
         return out
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """Add the gradient of QKV's bias to `accumulator`, and return that of qkv and None for the
-        rest.
+        """Add the gradient of QKV's bias to `accumulator` in place; return that of qkv [T, 3, H, D]
+        through the cloze's attention, and None for the rest.
         """
         qkv, context_kv, out, lse = context.saved_tensors
-        rows, dropout, accumulator, state = context.asked
+        rows, dropout, accumulator, state = context.arguments
         grad, offsets = grads[0].contiguous(), (rows.interleaved.row_offsets, rows.contexts)
         dq, dk, dv = FLASH.backward(
             grad, qkv[:, 0], *context_kv.unbind(1), out, lse, state, *offsets, dropout.share, False
@@ -164,57 +174,60 @@ class FlashClozeAttention(torch.autograd.Function):
 
 
 class PackedClozeAttention(torch.autograd.Function):
-    """A cloze's attention of tokens in interleaved order by this package's Triton kernels (kernel
-    `packed`): one forward, two backward. The backward pass adds the gradient of QKV's bias to
-    `accumulator`.
+    """An autograd function: a cloze's attention of tokens in interleaved order by this package's
+    Triton kernels (kernel `packed`), one forward and two backward. The backward pass adds the
+    gradient of QKV's bias to `accumulator` and returns that of qkv.
     """
 
     @staticmethod
     def forward(
         context: Any, qkv: Tensor, rows: ClozeLayout, dropout: Dropout, accumulator: Tensor
     ) -> Tensor:
-        """Return [T, H, D] of qkv [T, 3, H, D]; raise RequestError if qkv has more than 2^31 - 1
-        elements.
+        """Return a cloze's attention [T, H, D] of qkv [T, 3, H, D], whose tokens are in the order
+        of `rows.interleaved`; raise RequestError if qkv has more than 2^31 - 1 elements.
         """
         ranges, programs = rows.interleaved.token_ranges, rows.interleaved.programs
         out, lse = glm_packed_attention.triton_attend_cloze(qkv, ranges, programs, dropout)
         context.save_for_backward(qkv, out, lse, ranges, programs)
-        context.asked = dropout, accumulator
+        context.arguments = dropout, accumulator
         return out
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """Add the gradient of QKV's bias to `accumulator`, and return that of qkv and None for the
-        rest.
+        """Add the gradient of QKV's bias to `accumulator` in place; return that of qkv [T, 3, H, D]
+        through the cloze's attention, and None for the rest.
         """
         back = glm_packed_attention.triton_attend_cloze_backward(
-            grads[0].contiguous(), *context.saved_tensors, *context.asked
+            grads[0].contiguous(), *context.saved_tensors, *context.arguments
         )
         return back, None, None, None
 
 
 class Gelu(torch.autograd.Function):
-    """Tanh-form GELU by Triton kernels; the backward pass adds the gradient of the bias before it
-    to `accumulator`.
+    """An autograd function: tanh-form GELU by Triton kernels. The backward pass adds the gradient
+    of the bias before it, the sum of x's gradient over tokens, to `accumulator`, and returns that
+    of x.
     """
 
     @staticmethod
     def forward(context: Any, x: Tensor, accumulator: Tensor) -> Tensor:
-        """Return GELU(x), [T, width]."""
+        """Return the tanh-form GELU of x [T, width]."""
         context.save_for_backward(x)
         context.accumulator = accumulator
         return glm_norm_gelu.triton_gelu(x)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Add the bias's gradient to `accumulator`, and return that of x and None."""
+        """Return the gradient of x, the input of the GELU, and None; add its sum over tokens, the
+        gradient of the bias in x, to `accumulator` in place.
+        """
         (x,) = context.saved_tensors
         return glm_norm_gelu.triton_gelu_backward(x, grads[0], context.accumulator), None
 
 
 class SummedEmbeddings(torch.autograd.Function):
-    """The sum of each token's word, position and block-position embedding; the backward pass adds
-    the gradients of the three tables to `accumulators` and returns none.
+    """An autograd function: the sum of each token's word, position and block-position embedding.
+    The backward pass adds the gradients of the three tables to `accumulators` and returns none.
 
     The position tables have few rows, and nearly all tokens have block position 0, which torch's
     own backward would add one by one. Here their gradients are matmuls with a one-hot matrix.
@@ -224,10 +237,13 @@ class SummedEmbeddings(torch.autograd.Function):
     def forward(
         context: Any, tables: Tables, ids: Ids, accumulators: tuple[Tensor, ...], words: Tensor
     ) -> Tensor:
-        """Return [T, hidden]; `tables` are those of positions and block positions, `words` the word
-        embeddings.
+        """Return the summed embeddings [T, hidden] of `ids` (tokens, positions, block positions,
+        [T] each).
+
+        `tables` are the embeddings of positions and block positions, `words` those of words;
+        `accumulators` has the accumulators of words, positions and block positions.
         """
-        context.asked = ids, accumulators
+        context.arguments = ids, accumulators
         word, position, block = (
             F.embedding(row, table) for row, table in zip(ids, (words, *tables), strict=True)
         )
@@ -235,10 +251,10 @@ class SummedEmbeddings(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[None, None, None, None]:
-        """Add the gradients of words, positions and block positions to the accumulators, and return
-        None for every argument.
+        """Add the gradients of the embeddings of words, positions and block positions to their
+        accumulators in place, and return None for every argument.
         """
-        ids, accumulators = context.asked
+        ids, accumulators = context.arguments
         grad = grads[0].contiguous()
         accumulators[0].add_(
             torch.ops.aten.embedding_dense_backward(grad, ids[0], len(accumulators[0]), -1, False)
@@ -252,8 +268,9 @@ class SummedEmbeddings(torch.autograd.Function):
 
 
 class LogProbs(torch.autograd.Function):
-    """The log-probability of each row's target under logits x · tableᵀ; the backward pass adds the
-    table's gradient to `accumulator`.
+    """An autograd function: the log-probability of each row's target under logits x · tableᵀ. The
+    logits are saved for the backward pass, which adds the table's gradient to `accumulator` and
+    returns that of x.
     """
 
     @staticmethod
@@ -265,31 +282,35 @@ class LogProbs(torch.autograd.Function):
         accumulator: Tensor,
         kernels: "GlmKernels",
     ) -> Tensor:
-        """Return log-probabilities [rows] in fp32 or wider, of x [rows, hidden]."""
+        """Return the log-probabilities of `targets`, [rows] in fp32 or wider, of x [rows, hidden]
+        and the word embeddings `table` [vocab, hidden]; the logits are saved in the type of x.
+        """
         logits = x @ table.t()
         lse, target_logits = kernels.run_by_rows(kernels.log_prob_terms, logits, targets)
         context.save_for_backward(x, table, targets, logits, lse)
-        context.asked = accumulator, kernels
+        context.arguments = accumulator, kernels
         return target_logits - lse
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Add the table's gradient to `accumulator`, and return that of x and None for the rest.
-        With Triton the saved logits are overwritten.
+        """Add the gradient of the output matrix `table` to `accumulator` in place; return that of x
+        [rows, hidden], and None for the rest. With Triton the saved logits are overwritten, so it
+        can run only once.
         """
         x, table, targets, logits, lse = context.saved_tensors
-        accumulator, kernels = context.asked
+        accumulator, kernels = context.arguments
         (grad,) = kernels.run_by_rows(kernels.log_probs_backward, logits, targets, lse, grads[0])
         add_product(accumulator, grad, x)
         return grad @ table, None, None, None, None
 
 
 class GlmKernels:
-    """The operations between a GLM's matmuls, shared by all layers: plain functions, compiled ones
-    (`compiled`), or Triton kernels for log-probabilities (`triton`).
+    """The operations between a GLM's matmuls, shared by all layers: plain functions, or compiled
+    ones with `compiled`; with `triton`, those of log-probabilities are Triton kernels.
 
-    Compiled with dynamic sizes, because micro-batches differ in their numbers of tokens. `eps` and
-    `dropout` are compiled in.
+    Attributes: `norms` (dropout, addition and LayerNorm, by dropout probability), `merge`
+    (`merge_softmax_parts`), `log_prob_terms` and `log_probs_backward`. Compiled with dynamic sizes,
+    because micro-batches differ in their numbers of tokens. `eps` and `dropout` are compiled in.
     """
 
     def __init__(self, compiled: bool, triton: bool, eps: float, dropout: float) -> None:
@@ -317,9 +338,9 @@ class GlmKernels:
     def run_by_rows(
         self, function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Call `function` on tensors whose first dimension is rows: on all rows at once if
-        functions are compiled, otherwise on `LOGIT_ROWS` rows at a time, and concatenate the
-        results.
+        """Return the results of `function` on tensors whose first dimension is rows: called once if
+        functions are compiled or there are at most `LOGIT_ROWS` rows, otherwise for `LOGIT_ROWS`
+        rows at a time, with each result concatenated. This limits the fp32 copies of logits.
         """
         if self.all_rows_at_once or len(tensors[0]) <= LOGIT_ROWS:
             return function(*tensors)
@@ -330,16 +351,17 @@ class GlmKernels:
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     def add_norm(self, x: Tensor, delta: Tensor, norm: nn.LayerNorm, dropout: float) -> GlmStreams:
-        """Return x + dropout(delta) and its LayerNorm; `dropout` is 0 or the model's own
-        probability (KeyError otherwise).
+        """Return x + dropout(delta) and its LayerNorm by the plain or compiled function. `dropout`
+        is 0 or the model's own probability; KeyError otherwise.
         """
         out: GlmStreams = self.norms[dropout](x, delta, norm.weight, norm.bias)
         return out
 
 
 class FusedGlmLayer:
-    """A GLM block without Triton: the same function as `GlmBlock`, with weight gradients added to
-    where `gradient` says.
+    """A GLM block without Triton: the same function as `GlmBlock`, whose linear layers add the
+    gradients of weights and biases to `gradient(parameter)` in the backward pass. Norms get theirs
+    by autograd.
     """
 
     def __init__(self, block: GlmBlock, gradient: GradientOf, kernels: GlmKernels) -> None:
@@ -351,7 +373,10 @@ class FusedGlmLayer:
     def __call__(
         self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float
     ) -> GlmStreams:
-        """Return (x, delta), as `GlmBlock.forward`."""
+        """Return (x, delta), [T, hidden] each, after this GLM block, as `GlmBlock.forward`. Tokens
+        are in the order of `ClozeLayout` (not interleaved); `kernel` names a kernel of
+        `CLOZE_KERNELS`, `dropout` is 0 or the model's own probability (KeyError otherwise).
+        """
         block, kernels = self.block, self.kernels
         x, normed = kernels.add_norm(x, delta, block.input_layernorm, dropout)
         qkv = split_glm_qkv(self._linear(normed, block.attention.query_key_value), block.heads)
@@ -370,11 +395,13 @@ class FusedGlmLayer:
 
 
 class TritonGlmLayer:
-    """A GLM block by Triton kernels: the same function as `GlmBlock`, in which the kernels between
-    matmuls sum up the gradients of all biases.
+    """A GLM block by Triton kernels: the same function as `GlmBlock`. The backward pass adds the
+    gradients of its parameters to `gradient(parameter)`; those of most biases are summed up by the
+    kernels between matmuls, and that of the last matmul's bias by the next layer.
 
-    `bias` is the bias of the matmul that made the incoming delta, or None. Kernels of `INTERLEAVED`
-    need tokens in interleaved order. The block has `DROPOUTS` dropout sites, numbered from `site`.
+    `bias` is that bias of the layer before, with which the incoming delta was made, or None.
+    Kernels of `INTERLEAVED` need tokens in interleaved order. The block has `DROPOUTS` dropout
+    sites, numbered from `site`.
     """
 
     def __init__(
@@ -389,7 +416,11 @@ class TritonGlmLayer:
     def __call__(
         self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float
     ) -> GlmStreams:
-        """Return (x, delta), as `GlmBlock.forward`."""
+        """Return (x, delta), [T, hidden] each, after this GLM block, as `GlmBlock.forward`. With
+        kernel `flash` or `packed` tokens are in interleaved order, with others in that of
+        `ClozeLayout`; additions drop by a hash of the seed, kernel `padded` by torch's random
+        state.
+        """
         block, gradient = self.block, self.gradient
         attention, mlp = block.attention, block.mlp
         first, second, third = (Dropout(dropout, self.seed, self.site + i) for i in range(DROPOUTS))
@@ -453,7 +484,8 @@ def apply_dropout_add_norm(
 
 class FusedGlm:
     """A GLM's forward pass for training, from tokens to the log-probabilities of the spans'
-    targets.
+    targets, when called. Where Triton runs, dropout is decided by a seed on the device, which
+    `draw_seed` changes.
 
     `gradient` returns the accumulator of a parameter's gradient. With `compiled` it uses Triton
     kernels where they run, otherwise torch.compile; with `recompute` each block's activations are
@@ -461,8 +493,9 @@ class FusedGlm:
     """
 
     def __init__(self, model: Glm, gradient: GradientOf, compiled: bool, recompute: bool) -> None:
-        """Wrap the model's blocks, whose parameters are shared, and make a zero dropout seed on
-        their device.
+        """Wrap the model's blocks, whose parameters are shared, as `TritonGlmLayer` if `compiled`
+        and the device has Triton, otherwise as `FusedGlmLayer`; make a zero dropout seed on their
+        device.
         """
         shape, device = model.shape, model.word_embeddings.weight.device
         self.model, self.gradient = model, gradient
@@ -494,11 +527,12 @@ class FusedGlm:
     def __call__(
         self, ids: Ids, targets: Tensor, rows: ClozeLayout, kernel: str, dropout: float
     ) -> Tensor:
-        """Return the log-probabilities of `targets`, [S] in fp32 or wider, where S are the spans'
-        tokens (or the layout's capacity).
+        """Return the log-probabilities of `targets` [S], [S] in fp32 or wider, where S are the
+        spans' tokens in order (or the layout's capacity of them).
 
-        `ids` are tokens, positions and block positions in the order of `ClozeLayout`; they are
-        reordered here if the kernel needs it.
+        `ids` are tokens, positions and block positions, [T] each, in the order of `ClozeLayout`;
+        they are reordered here if the kernel needs it. Without Triton, `dropout` is 0 or the
+        model's own (KeyError otherwise).
         """
         trunk, table = self.model.transformer, self.model.word_embeddings.weight
         tables = trunk.position_embeddings.weight, trunk.block_position_embeddings.weight

@@ -32,8 +32,12 @@ WEIGHT_GRADIENT: Literal["bf16", "fp8"] = "fp8"
 
 
 class Fp8Kernels(BlockKernels):
-    """The operations of `BlockKernels` and those that write fp8, shared by all blocks: with `fast`
-    a Triton kernel where the device has Triton, otherwise the plain function.
+    """The operations of `BlockKernels` and those that write fp8, shared by all blocks:
+    `quantize_rows`, `quantize_columns`, `add_norm_fp8`, `renorm`, `swiglu_fp8` and
+    `swiglu_backward_fp8`.
+
+    With `fast` each of the latter is a Triton kernel where its first argument's device has Triton,
+    otherwise the plain function, never compiled.
     """
 
     def __init__(self, fast: bool) -> None:
@@ -58,15 +62,15 @@ def _choose_by_device(plain: Callable[..., Any], kernel: Callable[..., Any]) -> 
     """
 
     def run(x: Tensor, *arguments: Any) -> Any:
-        """Call the kernel or the plain function."""
+        """Call the kernel or the plain function with these arguments and return its result."""
         return (kernel if jit.has_triton(x.device) else plain)(x, *arguments)
 
     return run
 
 
 class Fp8WeightCache:
-    """Fp8 copies of weights, made by `quantize` and made again when a weight's version (`_version`)
-    has changed.
+    """Fp8 copies of weights: `get_copy` returns that of a weight, made by `quantize` on first use
+    and again when the weight's version (`_version`) has changed.
 
     With `cached` False nothing is stored and every call makes a new copy: for weights that a rank
     does not keep either.
@@ -78,8 +82,9 @@ class Fp8WeightCache:
         self.copies: dict[int, tuple[int, Fp8Matrix]] = {}
 
     def get_copy(self, weight: Tensor) -> Fp8Matrix:
-        """Return the weight in fp8, from the cache if the weight has not changed. An outdated copy
-        is freed before the new one is made.
+        """Return a weight in fp8: the stored copy if the weight has not changed since it was made,
+        otherwise a new one, which is stored. An outdated copy is freed before the new one is made.
+        Without `cached` it is always new and not stored.
         """
         if not self.cached:
             return self._quantize_weight(weight)
@@ -99,11 +104,13 @@ class Fp8WeightCache:
 
 
 class Fp8Training:
-    """What the fp8 matmuls of all blocks share in training: kernels, fp8 copies of weights, and
-    where gradients are accumulated.
+    """What the fp8 matmuls of all blocks share in training: `kernels`, fp8 copies of weights, and
+    `gradient`, the function that returns a weight's gradient accumulator.
 
-    `forward_weights` and `backward_weights` are the weights scaled by output and by input; with
-    `cached` False these copies are not stored.
+    `forward_weights` and `backward_weights` are caches of the weights scaled by output and by
+    input; a copy is made on first use and again after its weight has changed, and with `cached`
+    False it is not stored. Methods: `multiply`, `multiply_back`, `quantize_gradient` and
+    `add_weight_gradient`.
     """
 
     def __init__(self, gradient: GradientOf, kernels: Fp8Kernels, cached: bool = True) -> None:
@@ -122,16 +129,21 @@ class Fp8Training:
         return quantized
 
     def multiply(self, x: Fp8Matrix, weight: Tensor) -> Tensor:
-        """Return x · weightᵀ in bf16."""
+        """Return x · weightᵀ in bf16, [tokens, outputs], of x [tokens, inputs] in fp8 and the
+        weight's fp8 copy scaled by output.
+        """
         return multiply_fp8(x, self.forward_weights.get_copy(weight))
 
     def multiply_back(self, grad: Fp8Matrix, weight: Tensor) -> Tensor:
-        """Return grad · weight in bf16: the gradient of the input."""
+        """Return grad · weight in bf16, the gradient of a matmul's input, of grad [tokens, outputs]
+        in fp8 and the weight's fp8 copy scaled by input.
+        """
         return multiply_fp8(grad, self.backward_weights.get_copy(weight))
 
     def add_weight_gradient(self, weight: Tensor, grad: Tensor, x: Tensor) -> None:
-        """Add gradᵀ · x, the gradient of a weight, to its accumulator, in place; computed in 16
-        bits or in fp8, as `WEIGHT_GRADIENT` says.
+        """Add gradᵀ · x, the gradient of a weight [outputs, inputs], to its accumulator
+        `gradient(weight)`, in place. `grad` [tokens, outputs] and `x` [tokens, inputs] are
+        multiplied in 16 bits or, if `WEIGHT_GRADIENT` is `fp8`, after quantizing both by columns.
         """
         accumulator = self.gradient(weight)
         if WEIGHT_GRADIENT == "bf16":
@@ -147,57 +159,68 @@ class Fp8Training:
 
 
 class Fp8Linear(torch.autograd.Function):
-    """x · weightᵀ in fp8, for training: the backward pass adds the weight's gradient to its
-    accumulator and returns that of x only.
+    """An autograd function: x · weightᵀ of fp8 operands, in bf16, for training. The backward pass
+    adds the weight's gradient to `training.gradient(weight)`, computed in the precision of
+    `WEIGHT_GRADIENT`, and returns that of x only. x is saved as it is, not in fp8.
     """
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, training: Fp8Training) -> Tensor:
-        """Return x · weightᵀ in bf16. The weight itself is remembered, not saved: recomputation
-        would give another tensor for it.
+        """Return x · weightᵀ in bf16, [tokens, outputs], after quantizing x by rows. The weight
+        itself is remembered, not saved: recomputation would give another tensor for it.
         """
         context.save_for_backward(x)
         # not saved: recomputation would give another tensor
-        context.weight, context.code = weight, training
+        context.weight, context.training = weight, training
         return training.multiply(training.kernels.quantize_rows(x), weight)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Accumulate the weight's gradient, and return that of x and None for the rest."""
+        """Add the weight's gradient of a linear layer in fp8 to `training.gradient(weight)` in
+        place; return that of the input x in bf16, and None for the rest.
+        """
         [x], weight = context.saved_tensors, context.weight
-        training: Fp8Training = context.code
+        training: Fp8Training = context.training
         training.add_weight_gradient(weight, grads[0], x)
         return training.multiply_back(training.quantize_gradient(grads[0]), weight), None, None
 
 
 class Fp8SwigluLinear(torch.autograd.Function):
-    """SwiGLU(gate_up) · weightᵀ in fp8, for training: the backward pass adds the weight's gradient
-    to its accumulator and returns that of gate_up only.
+    """An autograd function: SwiGLU(gate_up) · weightᵀ of fp8 operands, in bf16, for training. The
+    backward pass computes the SwiGLU again, adds the weight's gradient to
+    `training.gradient(weight)` and returns that of gate_up only.
     """
 
     @staticmethod
     def forward(
         context: Any, gate_up: Tensor, weight: Tensor, chunk: int, training: Fp8Training
     ) -> Tensor:
-        """Return SwiGLU(gate_up) · weightᵀ in bf16; `chunk` is `LlamaShape.gate_up_chunk`."""
+        """Return SwiGLU(gate_up) · weightᵀ in bf16, [tokens, outputs]; gate and up are in
+        alternating chunks of `chunk` columns (`LlamaShape.gate_up_chunk`). Only gate_up is saved.
+        """
         context.save_for_backward(gate_up)
-        context.weight, context.block, context.code = weight, chunk, training
+        context.weight, context.chunk, context.training = weight, chunk, training
         return training.multiply(training.kernels.swiglu_fp8(gate_up, chunk), weight)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """Accumulate the weight's gradient, and return that of gate_up and None for the rest."""
+        """Add the gradient of the linear layer's weight after SwiGLU to `training.gradient(weight)`
+        in place; return that of gate_up, and None for the rest.
+        """
         [gate_up], weight = context.saved_tensors, context.weight
-        training: Fp8Training = context.code
+        training: Fp8Training = context.training
         grad = training.multiply_back(training.quantize_gradient(grads[0]), weight)
-        back, activated = training.kernels.swiglu_backward(gate_up, grad, context.block)
+        back, activated = training.kernels.swiglu_backward(gate_up, grad, context.chunk)
         training.add_weight_gradient(weight, grads[0], activated)
         return back, None, None, None
 
 
 class Fp8Linears:
-    """The matmuls of a `FusedBlock` in fp8, for blocks whose tokens are exchanged between ranks
-    before and after a matmul; a `BlockLinears`.
+    """The matmuls of a `FusedBlock` in fp8, a `BlockLinears` (`linear`, `swiglu_linear`) whose
+    backward passes add weight gradients to `training.gradient(weight)`.
+
+    Used with tensor parallelism, where tokens are exchanged between ranks around a matmul; the
+    caller does that. Without it a block is an `Fp8TrainBlock`.
     """
 
     def __init__(self, training: Fp8Training) -> None:
@@ -212,14 +235,17 @@ class Fp8Linears:
     def swiglu_linear(
         self, gate_up: Tensor, layer: nn.Linear, chunk: int, kernels: BlockKernels
     ) -> Tensor:
-        """Return the layer's output for SwiGLU(gate_up), in bf16. `kernels` is not used."""
+        """Return the layer's output for SwiGLU(gate_up), in bf16, where gate and up are in
+        alternating chunks of `chunk` columns. A bias is not added, and `kernels` is not used.
+        """
         out: Tensor = apply_function(Fp8SwigluLinear, gate_up, layer.weight, chunk, self.training)
         return out
 
 
 class Fp8NormLinear(torch.autograd.Function):
-    """x + delta, and its RMSNorm times a weight in fp8, for training: the backward pass adds the
-    weight's gradient to its accumulator.
+    """An autograd function: x + delta, and its RMSNorm times a weight matrix of fp8 operands, for
+    training. The backward pass computes the norm again, adds the matrix's gradient to
+    `training.gradient(weight)`, and returns those of x, delta and the norm's weight.
     """
 
     @staticmethod
@@ -232,19 +258,22 @@ class Fp8NormLinear(torch.autograd.Function):
         eps: float,
         training: Fp8Training,
     ) -> tuple[Tensor, Tensor]:
-        """Return x + delta and RMSNorm(x + delta) · weightᵀ; `norm` is the norm's weight."""
+        """Return x + delta [T, hidden] and RMSNorm(x + delta) · weightᵀ in bf16, [T, outputs];
+        `norm` is the norm's weight.
+        """
         x, normed, scale = training.kernels.add_norm_fp8(x, delta, norm, eps)
         context.save_for_backward(x, scale, norm)
-        context.weight, context.code = weight, training
+        context.weight, context.training = weight, training
         return x, training.multiply(normed, weight)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        """Accumulate the weight's gradient; return those of x, delta and the norm's weight, and
-        None for the rest.
+        """Add the gradient of the matrix behind the RMSNorm to `training.gradient(weight)` in
+        place; return those of x and delta (the same tensor) and of the norm's weight, and None for
+        the rest.
         """
         x, scale, norm = context.saved_tensors
-        weight, training = context.weight, context.code
+        weight, training = context.weight, context.training
         training.add_weight_gradient(weight, grads[1], training.kernels.renorm(x, scale, norm))
         grad = training.multiply_back(training.quantize_gradient(grads[1]), weight)
         back, norm_grad = training.kernels.add_norm_backward(x, scale, norm, grads[0], grad)
@@ -252,8 +281,10 @@ class Fp8NormLinear(torch.autograd.Function):
 
 
 class Fp8FeedForward(torch.autograd.Function):
-    """x + delta, and its whole feed-forward (RMSNorm, gate and up, SwiGLU, down) in fp8, for
-    training: the backward pass adds the gradients of both weights to their accumulators.
+    """An autograd function: x + delta, and its whole feed-forward (RMSNorm, gate and up, SwiGLU,
+    down) with matmuls in fp8, for training. The backward pass computes norm and SwiGLU again, adds
+    the gradients of both matrices to `training.gradient(weight)`, and returns those of x, delta and
+    the norm's weight.
     """
 
     @staticmethod
@@ -267,11 +298,13 @@ class Fp8FeedForward(torch.autograd.Function):
         shape: LlamaShape,
         training: Fp8Training,
     ) -> tuple[Tensor, Tensor]:
-        """Return x + delta and the feed-forward's output; norm, gate_up and down are weights."""
+        """Return x + delta and the feed-forward's output in bf16, [T, hidden] each; `norm`,
+        `gate_up` and `down` are weights.
+        """
         x, normed, scale = training.kernels.add_norm_fp8(x, delta, norm, shape.norm_eps)
         inner = training.multiply(normed, gate_up)
         context.save_for_backward(x, scale, norm, inner)
-        context.weights, context.block, context.code = (
+        context.weights, context.chunk, context.training = (
             (gate_up, down),
             shape.gate_up_chunk,
             training,
@@ -280,14 +313,14 @@ class Fp8FeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Accumulate the gradients of gate_up and down; return those of x, delta and the norm's
-        weight, and None for the rest.
+        """Add the gradients of the matrices gate_up and down to their accumulators in place; return
+        those of x and delta (the same tensor) and of the norm's weight, and None for the rest.
         """
         x, scale, norm, inner = context.saved_tensors
-        (gate_up, down), training = context.weights, context.code
+        (gate_up, down), training = context.weights, context.training
         grad = training.multiply_back(training.quantize_gradient(grads[1]), down)
         inner_grad, activated, scaled = training.kernels.swiglu_backward_fp8(
-            inner, grad, context.block, GRADIENT_DTYPE
+            inner, grad, context.chunk, GRADIENT_DTYPE
         )
         training.add_weight_gradient(down, grads[1], activated)
         del grad, activated
@@ -299,8 +332,9 @@ class Fp8FeedForward(torch.autograd.Function):
 
 
 class Fp8TrainBlock:
-    """A Llama block with fp8 matmuls for training: the same function as `LlamaBlock`, with weight
-    gradients accumulated by the matmuls.
+    """A Llama block with fp8 matmuls for training: the same function as `LlamaBlock`. The matmuls
+    add the gradients of their weights to `training.gradient(weight)`; norms and biases get theirs
+    by autograd.
     """
 
     def __init__(self, block: LlamaBlock, training: Fp8Training) -> None:
@@ -317,7 +351,9 @@ class Fp8TrainBlock:
         kernel: str,
         prefix: PrefixCache | None,
     ) -> BlockOutput:
-        """Return x, delta, keys and values, as `LlamaBlock.forward`."""
+        """Return x, delta, keys and values of a Llama block for training, as `LlamaBlock.forward`:
+        the matmuls are in fp8, attention is not.
+        """
         block, training, shape = self.block, self.training, self.block.shape
         norm, weight, bias = block.attention_norm.weight, block.qkv.weight, block.qkv.bias
         x, qkv = apply_function(Fp8NormLinear, x, delta, norm, weight, shape.norm_eps, training)
@@ -334,7 +370,7 @@ class Fp8TrainBlock:
 
 class Fp8ScoringLinear(nn.Module):
     """A linear layer for scoring that stores its weight in fp8 only, as buffers `values` and
-    `scale`. It shares the forward hooks of the layer it replaces.
+    `scale` (one per row). It shares bias and forward hooks of the layer it replaces.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -347,8 +383,8 @@ class Fp8ScoringLinear(nn.Module):
         self._forward_hooks = layer._forward_hooks  # a tensor-parallel group sums in them
 
     def forward(self, x: Tensor | Fp8Matrix) -> Tensor:
-        """Return the layer's output in bf16, with its bias if it has one; the input is quantized
-        unless it is fp8 already.
+        """Return this layer's output in bf16, [tokens, outputs], with its bias if it has one; the
+        input is quantized by rows unless it is fp8 already.
         """
         quantized = x if isinstance(x, Fp8Matrix) else fp8.quantize_rows(x)
         out = multiply_fp8(
@@ -359,7 +395,7 @@ class Fp8ScoringLinear(nn.Module):
 
 class Fp8ScoreBlock:
     """A Llama block for scoring whose linear layers `convert_to_fp8` has replaced: the same
-    function as `LlamaBlock`, with fp8 written by fused kernels.
+    function as `LlamaBlock`, where fused kernels write the inputs of matmuls in fp8.
     """
 
     def __init__(self, block: LlamaBlock, kernels: Fp8Kernels) -> None:
@@ -376,7 +412,7 @@ class Fp8ScoreBlock:
         kernel: str,
         prefix: PrefixCache | None,
     ) -> BlockOutput:
-        """Return x, delta, keys and values, as `LlamaBlock.forward`."""
+        """Return x, delta, keys and values of a Llama block in scoring, as `LlamaBlock.forward`."""
         block, kernels, shape = self.block, self.kernels, self.block.shape
         x, normed, _ = kernels.add_norm_fp8(x, delta, block.attention_norm.weight, shape.norm_eps)
         q, k, v = split_qkv_fused(block.qkv(normed), cos, sin, block, kernels)
@@ -390,8 +426,9 @@ class Fp8ScoreBlock:
 
 
 def convert_to_fp8(model: Llama) -> None:
-    """Replace the four matrices of every block by `Fp8ScoringLinear`, in place; the original
-    weights are dropped, so the model can only score.
+    """Replace the linear layers qkv, out, gate_up and down of every block by `Fp8ScoringLinear`, in
+    place; the original weights are dropped, so the model can only score. Embedding, norms and
+    output stay as they are.
     """
     for block in model.layers:
         for name in FP8_MATRICES:
@@ -399,7 +436,9 @@ def convert_to_fp8(model: Llama) -> None:
 
 
 def is_fp8_matrix(name: str) -> bool:
-    """Return whether the parameter of this name is the weight of a matmul that runs in fp8."""
+    """Return whether the parameter of this full name, such as `layers.0.qkv.weight`, is the weight
+    of a matmul that runs in fp8 (qkv, out, gate_up or down).
+    """
     owner, _, leaf = name.rpartition(".")
     return leaf == "weight" and owner.rpartition(".")[2] in FP8_MATRICES
 
@@ -426,8 +465,9 @@ def describe_fp8(device: torch.device, trains: bool = True) -> dict[str, str]:
 
 
 def check_fp8_sizes(shape: LlamaShape) -> None:
-    """Raise RequestError unless all sides of a shard's fp8 matrices are multiples of `ALIGNED`
-    (16), which devices require; `shape` is that of one shard.
+    """Raise RequestError, with the first size that does not fit, unless all sides of a shard's fp8
+    matrices are multiples of `ALIGNED` (16), which devices require; `shape` is that of one
+    tensor-parallel shard.
     """
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     for name, size in {
@@ -438,6 +478,6 @@ def check_fp8_sizes(shape: LlamaShape) -> None:
     }.items():
         if size % ALIGNED:
             raise RequestError(
-                f"fp8 takes sizes that {ALIGNED} divides, and {name} is {size} on a device; use"
-                " bf16 or less TP"
+                f"fp8 needs sizes that are multiples of {ALIGNED}, and {name} is {size} on each"
+                " device; use --precision bf16 or less tensor parallelism"
             )

@@ -22,7 +22,7 @@ def get_llama_shape(model: LlamaShape | LlamaModel | GlmModel) -> LlamaShape:
     if isinstance(model, LlamaShape):
         return model
     if not isinstance(model, LlamaModel):
-        raise TypeError(f"a model of family {model.family!r} is no Llama")
+        raise TypeError(f"a model of family {model.family!r} is not a Llama")
     fields = {name: getattr(model, name) for name in type(model).model_fields}
     dims = {
         name: value
@@ -35,9 +35,9 @@ def get_llama_shape(model: LlamaShape | LlamaModel | GlmModel) -> LlamaShape:
 def build_llama(
     model: LlamaShape | LlamaModel, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
 ) -> Llama:
-    """Build a Llama, or the given shard of one, on the device, in eval mode with gradients disabled
-    and its memory uninitialized: fill or load the weights next. Raises ValueError if the shape
-    cannot be divided by the number of shards.
+    """Return a Llama, or the given tensor-parallel shard of one, on the device, in eval mode with
+    gradients disabled and its memory uninitialized: fill or load the weights next. `model` is the
+    whole model's shape. Raises ValueError if the number of shards does not divide kv_heads and ffn.
     """
     shape = get_llama_shape(model)
     with skip_initialization(device, dtype):
@@ -53,13 +53,13 @@ def count_parameters(model: nn.Module) -> int:
 def fill_random_llama_weights(
     model: nn.Module, seed: int, shape: LlamaShape | None = None, shard: Shard = WHOLE
 ) -> None:
-    """Fill all parameters of a Llama, or of a shard, with random weights, in place: N(0, 1 /
-    columns) in matrices, ones in norms, zeros in biases.
+    """Fill all parameters of a Llama, or of a shard, with random weights, in place: normal with
+    variance 1 / columns in matrices, ones in norms, zeros in biases.
 
     This variance keeps the scale of activations, so that answers depend on the whole prompt at any
-    model size. `shape` is that of the whole model (default: the model's own). Values depend on the
-    seed and on the parameter's name, whole shape, dtype and kind of device, but not on rank, number
-    of shards, order of calls, or memory layout of gate and up.
+    model size. `shape` is that of the whole model (default: the model's own, so it must be given
+    for a shard). Values depend on the seed and on the parameter's name, whole shape, dtype and kind
+    of device, but not on rank, number of shards, order of calls, or memory layout of gate and up.
     """
     shape = model.shape if shape is None and isinstance(model, Llama) else shape
     with torch.no_grad():
@@ -71,7 +71,8 @@ def fill_random_parameter(
     name: str, parameter: Tensor, seed: int, shape: LlamaShape | None, shard: Shard = WHOLE
 ) -> None:
     """Fill one parameter, or a shard of it, with its random weights, in place, as
-    `fill_random_llama_weights`. Rows that pad a divided vocabulary become zero.
+    `fill_random_llama_weights`; `name` is its full name, `shape` the whole model's (None: the
+    parameter is whole and drawn as it is stored). Rows that pad a divided vocabulary become zero.
     """
     if parameter.dim() == 1:
         parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -108,8 +109,8 @@ def fill_random_view(
 
 
 def _fill_normal(parameter: Tensor, name: str, seed: int) -> Tensor:
-    """Fill a matrix with N(0, 1 / columns), in place, from a generator seeded by seed and parameter
-    name, and return it.
+    """Fill a matrix, in place, with normal numbers of variance 1 / columns from a generator seeded
+    by seed and parameter name, and return it.
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(parameter.device).manual_seed(

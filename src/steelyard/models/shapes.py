@@ -40,7 +40,9 @@ class Llama3Rope(FrozenModel):
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
-        """Raise ValueError unless `low` is less than `high`."""
+        """Raise ValueError unless `low`, the number of waves at which interpolation of rotary
+        frequencies begins, is less than `high`; return the model itself.
+        """
         if self.low >= self.high:
             raise ValueError(f"low {self.low} must be less than high {self.high}")
         return self
@@ -60,9 +62,10 @@ class LlamaModel(FrozenModel):
     """Dimensions of a Llama in a case, or of a model that differs in these fields only: Qwen2
     (`qkv_bias`), Qwen3 (`qk_norm`), Mistral (`window`).
 
-    `nominal_parameters` is the round number of parameters that published tables count with.
-    Validation raises ValueError unless heads is a multiple of kv_heads and the head dimension is a
-    whole even number.
+    `nominal_parameters` is the round number of parameters that published tables count with;
+    `head_dim` None means hidden / heads (`dim` is the number), `window` None that a token sees all
+    before it. Validation raises ValueError unless heads is a multiple of kv_heads and the head
+    dimension is a whole even number, and drops a head_dim or window that says nothing.
     """
 
     family: Literal["llama"]
@@ -78,12 +81,12 @@ class LlamaModel(FrozenModel):
     qkv_bias: bool = False
     tied: bool = False
     nominal_parameters: float | None = Field(None, gt=0, le=1e18)
-    head_dim: Dimension | None = Field(None, description="of a head; None: hidden / heads")
+    head_dim: Dimension | None = Field(None, description="elements of a head; None: hidden / heads")
     qk_norm: bool = Field(
         False, description="an RMS norm of each query and key head, before it is rotated"
     )
     window: Dimension | None = Field(
-        None, description="keys a token sees, itself among them; None: all before it"
+        None, description="keys that a token sees, with its own; None: all before it and its own"
     )
     rope_scaling: RopeScaling | None = None
 
@@ -102,8 +105,12 @@ class LlamaModel(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_redundant_fields(cls, value: Any) -> Any:
-        """Set head_dim and window to None where they say the same as leaving them out (hidden /
-        heads; a window of all positions), so that one model has one key.
+        """Return a Llama's raw fields with head_dim and window set to None where they say the same
+        as leaving them out (hidden / heads; a window of all positions), so that one model has one
+        key.
+
+        Runs before validation: a value that is no dict, and fields that are no integers, are left
+        to it.
         """
         if not isinstance(value, dict):
             return value
@@ -153,7 +160,9 @@ class GlmModel(FrozenModel):
     vocab: Dimension
     positions: Dimension
     norm_eps: float = 1e-5
-    dropout: float = Field(0.1, ge=0, lt=1, description="on embeddings, attention and outputs")
+    dropout: float = Field(
+        0.1, ge=0, lt=1, description="dropout of embeddings, attention and outputs"
+    )
     nominal_parameters: float | None = Field(None, gt=0, le=1e18)
 
     @property
@@ -181,8 +190,8 @@ class GlmModel(FrozenModel):
 
 @dataclass(frozen=True)
 class LayerMatrix:
-    """A weight matrix of a layer, [outputs, inputs], that every token is multiplied by; `divided`
-    is the side that tensor parallelism splits.
+    """A weight matrix `name` of a layer, [`outputs`, `inputs`], that every token is multiplied by;
+    `divided` is the side that tensor parallelism splits, "outputs" or "inputs".
     """
 
     name: str
@@ -199,7 +208,7 @@ def count_vocab_rows(vocab: int, tp: int) -> int:
 
 
 def count_padded_vocab_rows(vocab: int, tp: int) -> int:
-    """Return the vocabulary rows of one shard in a Megatron checkpoint: padded to a multiple of 64
-    per shard even if tp is 1.
+    """Return the vocabulary rows of one of `tp` shards in a Megatron checkpoint: an equal part of
+    the vocabulary padded to a multiple of 64 · tp, even if tp is 1.
     """
     return -(-vocab // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE

@@ -44,13 +44,15 @@ OPTIONS = {
 # Of the program: a run writes nothing that it does not need, above all no checkpoint after its last
 # step.
 REMOVED_ARGUMENTS = ("--save", "--load", "--tensorboard-dir", "--wandb-save-dir")
-# of this process, and not the program's
+# variables of this process that the program must not inherit
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTHONSAFEPATH")
 
 
 @dataclass(frozen=True)
 class ProgramCommand:
-    """A program to start: its argument list, its whole environment, and its working directory."""
+    """A program to start: its argument list, its whole environment, and its working directory
+    (`folder`). Made by `parse_script`; `ExternalProgram` starts it.
+    """
 
     arguments: list[str]
     environment: dict[str, str]
@@ -58,8 +60,8 @@ class ProgramCommand:
 
 
 def program_environment(checkout: Path) -> dict[str, str]:
-    """Return the environment for a program in the checkout: this process's without rank variables,
-    and with the checkout first in PYTHONPATH.
+    """Return the environment for a program in the checkout: this process's without RANK,
+    LOCAL_RANK, WORLD_SIZE and PYTHONSAFEPATH, and with the checkout first in PYTHONPATH.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     return {
@@ -69,11 +71,12 @@ def program_environment(checkout: Path) -> dict[str, str]:
 
 
 def run_dry(checkout: Path, config: Path, output: Path) -> str:
-    """Run FlagScale's dry run in a subprocess and return the text of the launch script that it
-    wrote below `output`; the script is not run.
+    """Run FlagScale's dry run (`run.py` of the checkout, with `config` as configuration) in a
+    subprocess and return the text of the launch script that it wrote below `output`; the script is
+    not run.
 
-    Raises RequestError if it takes longer than 300 s, exits with an error, or writes not exactly
-    one script.
+    Raises RequestError if it takes longer than 300 s, exits with an error (with its last line), or
+    writes not exactly one script.
     """
     words = [
         "run.py",
@@ -101,16 +104,17 @@ def run_dry(checkout: Path, config: Path, output: Path) -> str:
             f"engine.checkout {checkout.name}: its dry run does not end within {DRYRUN_S:.0f} s"
         ) from error
     if completed.returncode:
-        last = (completed.stdout.strip().splitlines() or ["it says nothing"])[-1]
+        last = (completed.stdout.strip().splitlines() or ["no output"])[-1]
         raise RequestError(
-            f"engine.checkout {checkout.name}: its dry run ended with exit code {completed.returncode}:"
+            f"engine.checkout {checkout.name}: its dry run ended with exit code"
+            f" {completed.returncode}:"
             f" {last}; try it by hand, in the Python that engine.python names"
         )
     scripts = sorted(output.rglob(SCRIPT))
     if len(scripts) != 1:
         raise RequestError(
-            f"engine.checkout {checkout.name}: its dry run wrote {len(scripts)} scripts {SCRIPT}; one"
-            " is asked"
+            f"engine.checkout {checkout.name}: its dry run wrote {len(scripts)} scripts {SCRIPT};"
+            " expected one"
         )
     return scripts[0].read_text("utf-8", "replace")
 
@@ -118,11 +122,13 @@ def run_dry(checkout: Path, config: Path, output: Path) -> str:
 def parse_script(
     script: str, checkout: Path, required: Mapping[str, str], devices: int
 ) -> ProgramCommand:
-    """Return the command in a launch script. `required` maps arguments of the program to the values
-    they must have, `devices` is the number of processes it must start.
+    """Return the command in a launch script; nothing is started. `required` maps arguments of the
+    program to the values they must have, `devices` is the number of processes it must start.
 
-    Raises RequestError if there is no single plain torchrun command, it would leave this host, or
-    its program is not in the checkout. Arguments that make it save or log files are removed.
+    Raises RequestError if there is no single plain torchrun command, it has unknown options, would
+    leave this host, its program or PYTHONPATH is not in the checkout, or a required argument
+    differs. torchrun becomes this Python's `-m torch.distributed.run`; arguments that make the
+    program save, load or log files are removed with their values.
     """
     words = _split_command(script)
     variables = dict(word.split("=", 1) for word in _leading_settings(words))
@@ -164,14 +170,15 @@ def _refusal(why: str) -> RequestError:
 
 
 def _split_command(script: str) -> list[str]:
-    """Return the words of the script's only line cmd="..."; raise RequestError if there are
-    several, or a shell would expand or operate on something in it.
+    """Return the words of the script's only line cmd="...", split as a shell would. Raises
+    RequestError if there is not exactly one such line, quotes do not match, or a shell would expand
+    ($, backquotes, backslashes) or operate (such as |, ;, &) on something in it.
     """
     commands = COMMAND.findall(script)
     if len(commands) != 1:
         raise _refusal(f'{len(commands)} lines cmd="…"')
     if EXPANDED_CHARS & set(commands[0]):
-        raise _refusal("a shell would put something else for a part of it")
+        raise _refusal("it contains characters that a shell would expand")
     lexer = shlex.shlex(commands[0], posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     try:
@@ -180,12 +187,12 @@ def _split_command(script: str) -> list[str]:
         raise _refusal(str(error)) from error
     operator = next((word for word in words if word and not set(word) - OPERATORS), None)
     if operator is not None:
-        raise _refusal(f"there is {operator!r} in it")
+        raise _refusal(f"it contains {operator!r}")
     return words
 
 
 def _leading_settings(words: list[str]) -> Iterator[str]:
-    """Yield the leading words of the form NAME=value."""
+    """Yield the words of the form NAME=value that stand before the first other word."""
     for word in words:
         if not SETTING.match(word):
             return
@@ -193,9 +200,10 @@ def _leading_settings(words: list[str]) -> Iterator[str]:
 
 
 def _split_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Split the words after the launcher into its options (by name with underscores, each with a
-    value) and the program with its arguments. Raises RequestError for an option that is not in
-    `OPTIONS`.
+    """Split the words after the launcher and return (its options, the program with its arguments).
+    Options are by name with underscores, each with a value, `--a b` or `--a=b`; the first word
+    without a dash is the program. Raises RequestError for an option that is not in `OPTIONS` or has
+    no value.
     """
     out: dict[str, str] = {}
     remaining = list(words)
@@ -203,14 +211,14 @@ def _split_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
         key, sign, value = remaining.pop(0).removeprefix("--").partition("=")
         key = key.replace("-", "_")
         if key not in OPTIONS or (not sign and not remaining):
-            raise _refusal(f"torchrun's option --{key} is none that is known here")
+            raise _refusal(f"torchrun's option --{key} is not supported")
         out[key] = value if sign else remaining.pop(0)
     return out, remaining
 
 
 def _check_launch(options: Mapping[str, str], devices: int) -> None:
-    """Raise RequestError unless the launch is one node, one process per device, with its rendezvous
-    on loopback.
+    """Raise RequestError unless torchrun's options say one node, `devices` processes, and a
+    rendezvous on loopback; a missing option is refused too.
     """
     address = options.get("rdzv_endpoint", "").rpartition(":")[0]
     actual = {
@@ -221,12 +229,12 @@ def _check_launch(options: Mapping[str, str], devices: int) -> None:
     expected = {"nnodes": "1", "nproc_per_node": str(devices), "rdzv_endpoint": LOOPBACK}
     for key, value in expected.items():
         if actual[key] != value:
-            raise _refusal(f"--{key} is {actual[key]!r}, and {value!r} was asked")
+            raise _refusal(f"--{key} is {actual[key]!r}, expected {value!r}")
 
 
 def _check_program(program: list[str], checkout: Path, required: Mapping[str, str]) -> None:
-    """Raise RequestError unless the program is a Python file inside the checkout and has every
-    argument in `required` with its value.
+    """Raise RequestError unless the first word of `program` is an existing Python file inside the
+    checkout, and each argument in `required` is there with its value as the next word.
     """
     script = (checkout / program[0]).resolve() if program else checkout
     if (
@@ -234,16 +242,16 @@ def _check_program(program: list[str], checkout: Path, required: Mapping[str, st
         or script.suffix != ".py"
         or not script.is_file()
     ):
-        raise _refusal(f"{program[0] if program else 'nothing'!r} is no program of the checkout")
+        raise _refusal(f"{program[0] if program else 'nothing'!r} is not a program of the checkout")
     for key, value in required.items():
         value_index = program.index(key) + 1 if key in program else len(program)
         actual = program[value_index] if value_index < len(program) else None
         if actual != value:
-            raise _refusal(f"{key} is {actual!r}, and {value!r} was asked")
+            raise _refusal(f"{key} is {actual!r}, expected {value!r}")
 
 
 def _remove_arguments(program: list[str], names: tuple[str, ...]) -> list[str]:
-    """Return the words without these arguments and the value after each."""
+    """Return the words of a program without those in `names` and the word after each, its value."""
     out: list[str] = []
     remaining = iter(program)
     for word in remaining:
@@ -255,8 +263,9 @@ def _remove_arguments(program: list[str], names: tuple[str, ...]) -> list[str]:
 
 
 def _python_path(script: str, checkout: Path) -> str:
-    """Return the PYTHONPATH of the program: the script's own folders, the checkout, then this
-    process's. Raises RequestError if the script names a folder outside the checkout.
+    """Return the PYTHONPATH of the program, without repetitions: the folders of the script's last
+    `export PYTHONPATH=`, the checkout, then this process's. Raises RequestError if the script names
+    a folder outside the checkout or one that a shell would expand.
     """
     exports = PATHS.findall(script)
     folders = (

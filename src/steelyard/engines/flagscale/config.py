@@ -43,36 +43,37 @@ RECOMPUTE_OPTIONS: dict[str, dict[str, Any]] = {
 
 def check_flagscale(job: Job, rows: int) -> None:
     """Raise RequestError for what FlagScale cannot do, or would silently do differently than asked:
-    weights, determinism, attention kernels, sharding above 1, PP above 2, tied or biased models, or
-    micro-batches that do not divide `rows`, the rows of a global batch.
+    given weights, determinism, a named attention kernel, sharding above 1 or among some replicas
+    only, PP above 2 or one that does not divide the layers, a model that is no Llama, tied or with
+    biases, or micro-batches that do not divide `rows`, the rows of a global batch.
     """
     case, plan, tune = job.case, job.plan, job.case.tune
     model = case.question.model
     refused = {
         "--weights": (
             job.weights is not None,
-            "it begins with random weights of its own; leave it out",
+            "it starts from its own random weights; leave it out",
         ),
-        "tune.deterministic": (tune.deterministic, "it has no such mode here; leave it out"),
+        "tune.deterministic": (tune.deterministic, "it has no deterministic mode; leave it out"),
         "tune.attention": (
             tune.attention != "auto",
-            "documents are kept apart by its plain attention alone; leave it out",
+            "only its plain attention keeps documents apart; leave it out",
         ),
         "tune.sharding": (
             tune.sharding > 1,
-            "its distributed optimizer divides states alone; allowed: 0, 1",
+            "its distributed optimizer divides optimizer states only; allowed: 0, 1",
         ),
         "tune.sharding_degree": (
             tune.sharding_degree not in (None, plan.dp),
-            f"all replicas divide; allowed: {plan.dp}",
+            f"all replicas share the states; allowed: {plan.dp}",
         ),
         "--parallel": (
             plan.pp > 2,
-            "inner stages of a pipeline are not told where documents end; allowed: PP1, PP2",
+            "inner stages of a pipeline do not get the ends of documents; allowed: PP1, PP2",
         ),
         "question.model": (
             not isinstance(model, LlamaModel) or model.tied or model.qkv_bias,
-            "allowed: untied, without biases",
+            "allowed: a Llama without tied embeddings and biases",
         ),
         "tune.micro_batch": (
             rows % (plan.dp * tune.micro_batch) > 0,
@@ -94,9 +95,10 @@ def check_flagscale(job: Job, rows: int) -> None:
 def make_config(
     job: Job, rows: int, steps: int, data_prefix: Path, output: Path, port: int
 ) -> dict[str, Any]:
-    """Return FlagScale's whole configuration as a dict. `rows` is the global batch, `data` the
-    prefix of the dataset files, `output` the folder it writes to, `port` a free loopback port for
-    torchrun.
+    """Return FlagScale's whole configuration as a nested dict; nothing is written. `rows` is the
+    global batch, `data_prefix` the prefix of the dataset files, `output` the folder it writes to,
+    `port` a free loopback port for torchrun, which starts one process per device on this host.
+    `tune.env` is added to the environment.
     """
     case, plan = job.case, job.plan
     return {
@@ -112,7 +114,7 @@ def make_config(
                 "master_port": port,
                 "rdzv_backend": "static",  # the other one unpickles what it is sent
                 "rdzv_endpoint": f"{LOOPBACK}:{port}",
-                "redirects": "0",  # lines come as they are said, not as files are looked at
+                "redirects": "0",  # output comes at once, not by way of log files
                 "tee": "0",
             },
             "envs": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **case.tune.env},
@@ -128,8 +130,9 @@ def make_config(
 
 
 def _system_options(job: Job) -> dict[str, Any]:
-    """Return the `train.system` part: parallelism, precision, recomputation, logging of every step,
-    no checkpoints.
+    """Return the `train.system` part: parallelism, distributed optimizer for sharding 1, precision,
+    recomputation, a log line for every step, and no checkpoints in practice (an interval of 10^9
+    steps). Megatron's checks for NaN and its fused gradient accumulation are off.
     """
     plan, tune = job.plan, job.case.tune
     return {
@@ -139,7 +142,7 @@ def _system_options(job: Job) -> dict[str, Any]:
         "disable_bias_linear": True,
         # its kernel is Apex's, and Megatron ends where Apex is not installed
         "no_gradient_accumulation_fusion": True,
-        # the lines say it, and a check would wait for the device in every step
+        # log lines report NaN, and a check would wait for the device in every step
         "no_check_for_nan_in_loss_and_grad": True,
         "precision": PRECISION_OPTIONS[job.case.question.precision.name],
         "recompute": RECOMPUTE_OPTIONS[tune.recompute],
@@ -149,13 +152,14 @@ def _system_options(job: Job) -> dict[str, Any]:
 
 
 def _model_options(case: Case, rows: int, steps: int) -> dict[str, Any]:
-    """Return the `train.model` part: architecture, batch sizes, steps, seed, optimizer. Raises
-    ValueError if the case does not train a Llama.
+    """Return the `train.model` part: architecture without dropout, batch sizes, steps, loss as the
+    mean over all targets of the global batch, no evaluation, the question's seed + 1, and the
+    optimizer. Raises ValueError if the case does not train a Llama.
     """
     question = case.question
     model, train = question.model, question.train
     if not isinstance(model, LlamaModel) or train is None:
-        raise ValueError("no training of a Llama")
+        raise ValueError("not a training case of a Llama")
     grouped = (
         {"group_query_attention": True, "num_query_groups": model.kv_heads}
         if model.kv_heads != model.heads
@@ -191,8 +195,9 @@ def _model_options(case: Case, rows: int, steps: int) -> dict[str, Any]:
 
 
 def _optimizer_options(train: Train) -> dict[str, Any]:
-    """Return Adam and the learning-rate schedule. Megatron's warm-up begins at `lr_warmup_init` and
-    has no step for its end: with one step less, every step has our rate.
+    """Return Adam's options and the learning-rate schedule. Megatron's warm-up begins at
+    `lr_warmup_init` and has no step for its end: with one step less, beginning at lr /
+    warmup_steps, every step has the rate of this package's engines.
     """
     warmup = max(0, train.warmup_steps - 1)
     return {
@@ -214,8 +219,9 @@ def _optimizer_options(train: Train) -> dict[str, Any]:
 
 
 def _data_options(case: Case, prefix: Path) -> dict[str, Any]:
-    """Return the `train.data` part: the indexed dataset at `prefix`, attention reset at document
-    ends, and a null tokenizer, which adds the end-of-document token to the vocabulary by itself.
+    """Return the `train.data` part: the indexed dataset at `prefix`, all of it for training,
+    attention reset and loss masked at document ends, and a vocabulary that is not padded. The null
+    tokenizer adds the end-of-document token by itself, so it is given vocab - 1.
     """
     vocab = case.question.model.vocab
     return {
@@ -224,14 +230,14 @@ def _data_options(case: Case, prefix: Path) -> dict[str, Any]:
         "reset_attention_mask": True,
         "eod_mask_loss": True,
         "make_vocab_size_divisible_by": 1,
-        # it adds the end of a document
+        # it adds the end-of-document token to the vocabulary
         "tokenizer": {"tokenizer_type": "NullTokenizer", "vocab_size": vocab - 1},
     }
 
 
 def write_config(config: dict[str, Any], folder: Path) -> Path:
-    """Write the configuration to `train.yaml` in the folder, as JSON (which YAML includes), and
-    return its path.
+    """Write the configuration to `train.yaml` in the folder, as JSON (which YAML includes),
+    replacing an existing file, and return its path.
     """
     path = folder / f"{CONFIG_NAME}.yaml"
     path.write_text(json.dumps(config, indent=2) + "\n")

@@ -16,8 +16,8 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 
 class ReportedClock:
-    """The clock of an external program: the seconds that it says it took so far. The engine
-    advances `time_s`.
+    """The clock of an external program, which stands for its device: `time_s` is the seconds that
+    it says it took so far. The engine advances it.
     """
 
     def __init__(self) -> None:
@@ -28,8 +28,9 @@ class ReportedClock:
 
 
 class ProgramFramework:
-    """The framework `program`: nothing to join, no device, and events on the program's reported
-    clock.
+    """The framework `program` for engines that start an external program: nothing to join and no
+    device. `event` gives points of the reported clock (`device`, a ReportedClock); matmuls,
+    profiler and memory are unknown (None). The constructor's arguments are ignored.
     """
 
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
@@ -46,7 +47,7 @@ class ProgramFramework:
 
     def prepare_all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
         """Raise RuntimeError: there is one process."""
-        raise RuntimeError("one process has nobody to exchange with")
+        raise RuntimeError("one process cannot all-reduce")
 
     def barrier(self) -> None:
         """Do nothing."""
@@ -85,8 +86,8 @@ class ProgramFramework:
         return {}
 
     def versions(self) -> dict[str, str | None]:
-        """Return the versions of torch, megatron-core and transformer-engine that are installed in
-        this Python, which the program shares.
+        """Return the versions by name of those of torch, megatron-core and transformer-engine that
+        are installed in this Python, which the program shares.
         """
         return {
             name: installed
@@ -104,7 +105,7 @@ class ProgramFramework:
 
 
 def _installed_version(name: str) -> str | None:
-    """Return the installed version of a package, or None."""
+    """Return the installed version of a Python package, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -20,8 +20,10 @@ DTYPE_CODES = {np.dtype("int32"): 4, np.dtype("uint16"): 8}  # by the codes of M
 
 
 def write_indexed_dataset(rows: CorpusRows, vocab: int, prefix: Path) -> int:
-    """Write all documents to `prefix.bin` and `prefix.idx`, and return how many tokens they hold.
-    Raises RequestError if a document does not end with the same end token, or has it elsewhere.
+    """Write all documents to `prefix.bin` (uint16, or int32 for more than 65536 tokens) and
+    `prefix.idx`, with the end token and vocab - 1 swapped, and return how many tokens they hold.
+    The end token is the last of the first document. Raises RequestError if another document does
+    not end with it, or one has it elsewhere; the `.bin` file then stays incomplete.
     """
     dtype = np.dtype("uint16") if vocab <= 1 << 16 else np.dtype("int32")
     end: int | None = None
@@ -32,8 +34,8 @@ def write_indexed_dataset(rows: CorpusRows, vocab: int, prefix: Path) -> int:
             if int(document[-1]) != end or int(np.count_nonzero(document == end)) > 1:
                 raise RequestError(
                     f"engine flagscale: document {len(lens)} does not end with its only token"
-                    f" {end}, by which FlagScale tells documents apart; pack the texts with"
-                    " steelyard data pack, or take another engine"
+                    f" {end}, by which FlagScale separates documents; pack the texts with steelyard"
+                    " data pack, or choose another engine"
                 )
             file.write(
                 _swap_tokens(document, end, vocab - 1).astype(dtype.newbyteorder("<")).tobytes()
@@ -53,8 +55,9 @@ def _swap_tokens(document: Ids, end: int, last: int) -> Ids:
 def _write_index(
     lens: "np.ndarray[tuple[int], np.dtype[np.int32]]", dtype: "np.dtype[np.generic]", path: Path
 ) -> None:
-    """Write Megatron's `.idx` file: one sequence per document, with lengths in tokens and offsets
-    in bytes.
+    """Write Megatron's `.idx` file for the documents' lengths in tokens: magic, version, dtype code
+    of the tokens, then lengths, offsets into `.bin` in bytes, and document numbers (one sequence
+    per document).
     """
     begins = np.zeros(len(lens), dtype="<i8")
     begins[1:] = np.cumsum(lens[:-1], dtype=np.int64) * dtype.itemsize

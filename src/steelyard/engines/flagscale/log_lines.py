@@ -20,14 +20,17 @@ NEEDED_FIELDS = {
 
 
 class ProgramError(Exception):
-    """Raised if the program fails, or does something other than it was asked for."""
+    """Raised if the external program ends early, or prints something other than what it was asked
+    to do.
+    """
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration as Megatron's log line gives it. Times have a resolution of 0.1 ms. `loss`,
-    `grad_norm` and `lr` are None if not printed: Megatron prints no loss that is 0 or less, or not
-    a number. `skipped` and `nan` count iterations since the last line.
+    """One training iteration as Megatron's log line gives it; made by `parse_iteration`. Times have
+    a resolution of 0.1 ms. `loss`, `grad_norm` and `lr` are None if not printed: Megatron prints no
+    loss that is 0 or less, or not a number. `skipped` and `nan` count iterations since the last
+    line, `total` is how many the program will run.
     """
 
     number: int  # from 1
@@ -49,7 +52,8 @@ class Iteration:
 
 def parse_iteration(text: str) -> Iteration | None:
     """Return the iteration that a line of output reports, or None if it reports none. Raises
-    ProgramError if a needed field is missing or no number.
+    ProgramError if elapsed time, consumed samples, batch size or skipped iterations are missing, or
+    a field that is used is no number.
     """
     match = ITERATION_LINE.search(text)
     if match is None:
@@ -61,7 +65,7 @@ def parse_iteration(text: str) -> Iteration | None:
     }
     missing = next((name for name in NEEDED_FIELDS if name not in fields), None)
     if missing is not None:
-        raise ProgramError(f"a line on iteration {match[1]} does not say {missing!r}")
+        raise ProgramError(f"the log line of iteration {match[1]} lacks {missing!r}")
     try:
         return Iteration(
             number=int(match[1]),
@@ -76,7 +80,9 @@ def parse_iteration(text: str) -> Iteration | None:
             nan=int(fields.get("number of nan iterations", 0)),
         )
     except ValueError as error:
-        raise ProgramError(f"a line on iteration {match[1]} cannot be read: {error}") from error
+        raise ProgramError(
+            f"the log line of iteration {match[1]} cannot be read: {error}"
+        ) from error
 
 
 def _parse_number(text: str | None) -> float | None:
@@ -86,18 +92,20 @@ def _parse_number(text: str | None) -> float | None:
 
 def check_iteration(iteration: Iteration, step: int, steps: int, batch: int) -> None:
     """Raise ProgramError unless the iteration is number `step` + 1 (`step` counts from 0) of
-    `steps`, with the asked batch, the right sum of rows so far, and a positive finite time.
+    `steps`, with a global batch of `batch` rows, (`step` + 1) x `batch` rows so far, and a positive
+    finite time.
     """
     if (iteration.number, iteration.total) != (step + 1, steps):
         raise ProgramError(
-            f"iteration {iteration.number} of {iteration.total} was told where {step + 1} of {steps} was due"
+            f"the program reported iteration {iteration.number} of {iteration.total}, expected"
+            f" {step + 1} of {steps}"
         )
     if (iteration.batch, iteration.consumed) != (batch, (step + 1) * batch):
         raise ProgramError(
-            f"iteration {iteration.number}: a batch of {iteration.batch} rows and {iteration.consumed} in all;"
-            f" asked: {batch} and {(step + 1) * batch}"
+            f"iteration {iteration.number}: a batch of {iteration.batch} rows and"
+            f" {iteration.consumed} in all; expected: {batch} and {(step + 1) * batch}"
         )
     if not (math.isfinite(iteration.elapsed_s) and iteration.elapsed_s > 0):
         raise ProgramError(
-            f"iteration {iteration.number} took {iteration.elapsed_s} s, as the program says"
+            f"iteration {iteration.number} has an invalid time: {iteration.elapsed_s} s"
         )

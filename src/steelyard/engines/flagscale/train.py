@@ -25,18 +25,21 @@ from steelyard.training.training_loop import LossWatch
 
 
 class FlagScaleTrain:
-    """The engine for work `train_rows` by FlagScale. Constructing it raises RequestError for rows
-    that are not packed documents and for settings that FlagScale cannot do, ValueError without
-    training, folder or checkout.
+    """The engine for work `train_rows` by FlagScale, in one process for all ranks: `prepare` starts
+    the program, `work` reads its log lines, and `self.clock` (the job's device) gets the times that
+    it prints. It has pass `train` only, no evaluation and no checkpoints.
+
+    Constructing it raises RequestError for rows that are not packed documents and for settings that
+    FlagScale cannot do, ValueError without training, folder or checkout.
     """
 
     def __init__(self, job: Job) -> None:
         train = job.case.question.train
         if train is None or job.folder is None or job.checkout is None:
-            raise ValueError("no training, or nowhere to start it")
+            raise ValueError("needs a training case, a run folder and a checkout")
         if not isinstance(job.inputs, CorpusRows):
             raise RequestError(
-                "engine flagscale trains on documents packed end to end; take another engine for"
+                "engine flagscale trains on documents packed end to end; choose another engine for"
                 " other rows"
             )
         self.job, self.inputs, self.folder, self.checkout = (
@@ -58,9 +61,11 @@ class FlagScaleTrain:
         config.check_flagscale(job, self.rows)
 
     def prepare(self, name: str, part: Part) -> None:
-        """Write the dataset and configuration into the run's folder, do FlagScale's dry run, start
-        the program, and wait until it begins to train. Raises RequestError if the command is
-        refused, ProgramError or MemoryError if the program fails.
+        """Write dataset and configuration into folder `flagscale` of the run's folder, count the
+        tokens of every step, do FlagScale's dry run, start the program, and wait until it begins to
+        train. Each is timed as a part: `data_files`, `counts`, `dry_run`, `program`. Raises
+        RequestError if documents or the command are refused, ProgramError or MemoryError if the
+        program fails.
         """
         self.folder.mkdir()
         prefix, output = self.folder / "documents", self.folder / "output"
@@ -88,8 +93,8 @@ class FlagScaleTrain:
             self._wait_for_training(self.program)
 
     def _required_arguments(self, prefix: Path) -> dict[str, str]:
-        """Return the program's arguments, with values, without which it would answer another
-        question. `prefix` is that of the dataset.
+        """Return those arguments of the program, with values, without which it would answer another
+        question: steps, batch sizes, length, TP, PP and the dataset's `prefix`.
         """
         plan, train = self.job.plan, self.job.case.question.train
         return {
@@ -103,9 +108,9 @@ class FlagScaleTrain:
         }
 
     def _wait_for_training(self, program: ExternalProgram) -> None:
-        """Read output up to the mark before the first iteration, where the program's clock starts.
-        Raises if the program ends before it; an iteration before it ends the program and raises
-        ProgramError.
+        """Read output up to the mark before the first iteration, where the program's clock starts;
+        notes the number of parameters. If the program ends before it, raises ProgramError or
+        MemoryError; an iteration line before it ends the program and raises ProgramError.
         """
         for text in self.output_lines:
             self._note_parameters(text)
@@ -114,12 +119,15 @@ class FlagScaleTrain:
             if log_lines.parse_iteration(text) is not None:
                 program.end()
                 raise log_lines.ProgramError(
-                    f"an iteration was told before {log_lines.TRAINING_BEGINS!r}: nobody knows when it began"
+                    f"an iteration was reported before {log_lines.TRAINING_BEGINS!r}: its start is"
+                    " unknown"
                 )
         raise program.explain_early_end("before it began to train")
 
     def _note_parameters(self, text: str) -> None:
-        """Remember the number of parameters on the first rank if this line gives it."""
+        """Set `self.parameters` to the number of parameters on the first rank, if this line of
+        output gives it.
+        """
         match = log_lines.PARAMETERS_LINE.search(text)
         if match is not None:
             self.parameters = int(match[1])
@@ -131,7 +139,9 @@ class FlagScaleTrain:
     def work(self, name: str) -> Iterator[Phase | Work]:
         """Yield one `Work` for each iteration line, after advancing the reported clock by its time.
         Counts are those of the rows that the case prescribes for the step; the program does not say
-        which it drew. Ends the program if a loss ends the run, or on any exception.
+        which it drew. Ends the program if a loss is not finite or above `train.bound`, or on any
+        exception. Raises RuntimeError before `prepare`, ProgramError or MemoryError if the program
+        fails.
         """
         program = self.program
         if program is None:
@@ -150,8 +160,9 @@ class FlagScaleTrain:
             raise
 
     def _read_iteration(self, program: ExternalProgram, step: int) -> Iteration:
-        """Read output up to the next iteration line, check that it is step `step` (counted from 0),
-        and return it. Raises ProgramError or MemoryError if the program ends.
+        """Read output up to the next iteration line, check that it is step `step` (counted from 0)
+        with the right batch, and return it. Raises ProgramError if it is not, ProgramError or
+        MemoryError if the program ends before.
         """
         for text in self.output_lines:
             iteration = log_lines.parse_iteration(text)
@@ -161,7 +172,9 @@ class FlagScaleTrain:
         raise program.explain_early_end(f"after {step} of {self.steps} iterations")
 
     def _end_step(self, step: int, iteration: Iteration) -> Work:
-        """Return the mark of a finished iteration, with loss, grad_norm and lr.
+        """Return the `Work` of a finished iteration: counts of step `step`, and the values
+        `grad_norm` (NaN if not printed), `lr` if printed, and `loss`. Adds to `skipped`, and gives
+        the loss to `watch`.
 
         A skipped iteration changed no weights and has no loss. In fp16 it still counts its rows, as
         in every engine (the search for the loss scale); in other precisions it counts nothing. A
@@ -179,12 +192,16 @@ class FlagScaleTrain:
         return Work(self.counts[step], values)
 
     def outputs(self, name: str) -> dict[str, Any]:
-        """Return under `stopped` the loss that ended the run early, or None."""
+        """Return `stopped`: None, or step, `why` ("nan" or "bound") and value of the loss that
+        ended the run early.
+        """
         return {"stopped": self.watch.stop}
 
     def details(self) -> dict[str, Any]:
-        """Return what is known of the program, for the record; what it does not say is None. After
-        a complete run waits for the program's end, for its exit code.
+        """Return what is known of the program, for the record: checkout, exit code, skipped
+        iterations, parameters of the first rank, micro-batches per step; what it does not say is
+        None. After a complete run waits up to 60 s for the program's end and then ends it;
+        otherwise the exit code is None.
         """
         ended = (
             self.program is not None and self.steps_done == self.steps and self.watch.stop is None
@@ -202,7 +219,7 @@ class FlagScaleTrain:
 
 
 def _free_port() -> int:
-    """Return a loopback TCP port that is free now."""
+    """Return a loopback TCP port that is free now; it is not held."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind((config.LOOPBACK, 0))
         port: int = listener.getsockname()[1]
@@ -210,8 +227,9 @@ def _free_port() -> int:
 
 
 def describe_checkout(folder: Path) -> dict[str, Any]:
-    """Return which program a checkout is, for a record: folder name, git commit, and whether it is
-    dirty; both None if the folder is not the top of a git repository. Its path is not included.
+    """Return which program a checkout is, for a record: `name` of its folder, git `commit`, and
+    `dirty`, whether tracked files are changed; both None if the folder is not the top of a git
+    repository or git fails. Its path is not included.
     """
     commit = (
         run_git(folder, "rev-parse", "--verify", "HEAD") if _is_repository_top(folder) else None
@@ -225,6 +243,8 @@ def describe_checkout(folder: Path) -> dict[str, Any]:
 
 
 def _is_repository_top(folder: Path) -> bool:
-    """Return whether the folder is the top of a git repository, not a folder inside one."""
+    """Return whether the folder is the top of a git repository, not a folder inside one; False if
+    git is missing or fails.
+    """
     top = run_git(folder, "rev-parse", "--show-toplevel")
     return top is not None and Path(top).resolve() == folder.resolve()

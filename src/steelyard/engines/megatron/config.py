@@ -31,8 +31,9 @@ RECOMPUTE_OPTIONS: dict[str, dict[str, Any]] = {
 
 def check_megatron(job: Job) -> None:
     """Raise RequestError for what Megatron cannot do without Transformer Engine, or would do
-    differently than asked: unequal pipeline stages and, in training, sharding above 1 or among some
-    replicas only, and weights, gradients or states that are not fp32.
+    differently than asked: pipeline stages of unequal size and, if the case trains, optimizer
+    sharding above 1 or among some replicas only (if replicas share at all), and a precision whose
+    weights, gradients or states are not fp32.
     """
     tune, precision, model = job.case.tune, job.case.question.precision, job.case.question.model
     if model.layers % job.plan.pp:
@@ -46,7 +47,7 @@ def check_megatron(job: Job) -> None:
         tune.sharding > 1 or get_shard_degree(job.case, job.plan.dp) != job.plan.dp
     ):
         raise RequestError(
-            "engine megatron's distributed optimizer divides optimiser states among all replicas;"
+            "engine megatron's distributed optimizer divides optimizer states among all replicas;"
             " allowed: tune.sharding=0 or 1, without tune.sharding_degree"
         )
     stored_in = (precision.weights, precision.gradients, precision.states)
@@ -64,9 +65,9 @@ def is_sharded(job: Job) -> bool:
 
 
 def choose_megatron_attention(job: Job) -> str:
-    """Return the attention kernel (of models/attention.py) that `tune.attention` names, or the
-    device's choice for `auto`. Raises RequestError if it is unknown, or has wrong gradients and the
-    case trains.
+    """Return the name of the attention kernel (of models/attention.py) that `tune.attention` gives,
+    or the device's choice for `auto`. Raises RequestError if it is unknown, or has wrong gradients
+    and the case trains.
     """
     precision, kernel = job.case.question.precision, job.case.tune.attention
     if kernel == "auto":
@@ -75,7 +76,9 @@ def choose_megatron_attention(job: Job) -> str:
 
 
 def make_transformer_config(job: Job, shape: LlamaShape) -> Any:
-    """Return Megatron's TransformerConfig for a case.
+    """Return Megatron's TransformerConfig for a case: a Llama without dropout, in the dtype of the
+    matmuls if it trains, else of the weights; `tune.recompute` and fusions count in training only.
+    Megatron divides no loss.
 
     Weights are filled in later, so initialization leaves them alone; it must run nevertheless, for
     it also marks tensor-parallel parameters, without which gradient norms are wrong.
@@ -123,9 +126,10 @@ def make_transformer_config(job: Job, shape: LlamaShape) -> Any:
 
 
 def _fusion_options(compiled: bool, matmul: str) -> dict[str, Any]:
-    """Return Megatron's fusion options: those that torch.compile makes, if `compiled`; those that
-    need extensions are off. The fused loss rounds its gradient to bf16 whatever the logits are (in
-    fp32 it made gradient norms wrong by 4e-4), so only bf16 uses it.
+    """Return Megatron's fusion options as keywords of TransformerConfig. Those that torch.compile
+    makes are on if `compiled`; those that need extensions are off. The fused loss rounds its
+    gradient to bf16 whatever the logits are (in fp32 it made gradient norms wrong by 4e-4), so it
+    is on only if `matmul`, the precision of the matmuls, is "bf16".
     """
     return {
         "bias_activation_fusion": compiled,
@@ -150,11 +154,11 @@ _dist: Any = dist  # its stores are not in its stubs
 
 def initialize_process_groups(job: Job) -> None:
     """Initialize Megatron's process groups for the plan, replacing earlier ones, and seed its
-    random state; process-wide.
+    random state with the question's seed + 1; process-wide. All ranks call it together.
 
-    A single rank initializes torch.distributed too, for Megatron always needs a group. Raises
-    RequestError if the device is not CUDA's current one, RuntimeError if Megatron's order of ranks
-    differs from the plan's.
+    If torch.distributed is not initialized (a single rank), it is, with one rank, for Megatron
+    always needs a group. Raises RequestError if the device is not of the type of CUDA's current
+    one, RuntimeError if Megatron's order of ranks differs from the plan's.
     """
     _check_device(job.device.torch_device)
     if not dist.is_initialized():
@@ -173,13 +177,13 @@ def initialize_process_groups(job: Job) -> None:
         raise RuntimeError(
             f"Megatron puts rank {job.rank} at {megatron_place}, the plan at {job.place}"
         )
-    # nothing is drawn; its layers fork the state anyway
+    # no random numbers are drawn, but Megatron's layers need the seeded state
     model_parallel_cuda_manual_seed(job.case.question.seed + 1)
 
 
 def _check_device(device: torch.device) -> None:
-    """Raise RequestError unless this rank's device is of the type of CUDA's current device, on
-    which Megatron allocates whatever it is told.
+    """Raise RequestError if there is no CUDA device, or this rank's device is of another type:
+    Megatron allocates on CUDA's current device whatever it is told.
     """
     try:
         current = torch.device(torch.cuda.current_device())

@@ -28,7 +28,9 @@ from steelyard.weights import llama_weights
 
 
 def make_packed_seq_params(rows: PackedLayout) -> Any:
-    """Return the layout of packed rows as Megatron's layers pass it on."""
+    """Return the layout of packed rows (offsets and longest lengths) as the PackedSeqParams that
+    Megatron's layers pass on to `MegatronPackedAttention`.
+    """
     return PackedSeqParams(
         qkv_format="sbhd",
         cu_seqlens_q=rows.cu_q,
@@ -39,9 +41,10 @@ def make_packed_seq_params(rows: PackedLayout) -> Any:
 
 
 class MegatronPackedAttention(nn.Module):
-    """The core attention of Megatron's layers: an attention kernel of models/attention.py over
-    packed rows. Constructed by Megatron; raises ValueError if it asks for another softmax scale
-    than 1/sqrt(D).
+    """The core attention of Megatron's layers: the attention kernel `kernel` (a name of
+    models/attention.py, set by `attention_class`) over packed rows. Constructed by Megatron, whose
+    arguments are ignored; raises ValueError if any softmax scale is given, for kernels use
+    1/sqrt(D).
     """
 
     kernel = ""
@@ -58,7 +61,9 @@ class MegatronPackedAttention(nn.Module):
     ) -> None:
         super().__init__()
         if softmax_scale is not None:
-            raise ValueError(f"softmax_scale {softmax_scale}: kernels have that of the head's size")
+            raise ValueError(
+                f"softmax_scale {softmax_scale}: the kernels only have 1/sqrt(head dimension)"
+            )
 
     def forward(
         self,
@@ -71,8 +76,9 @@ class MegatronPackedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Return attention of query, key and value, [tokens, 1, heads, D] each, as [tokens, 1,
-        heads x D]. The rows come from `packed_seq_params`; mask and bias are ignored.
+        """Return causal attention inside each row as [tokens, 1, heads x D]; query is [tokens, 1,
+        heads, D], key and value [tokens, 1, kv heads, D]. The rows come from `packed_seq_params`;
+        mask and bias are ignored.
         """
         params = packed_seq_params
         rows = PackedLayout(
@@ -92,9 +98,9 @@ def attention_class(kernel: str) -> type[MegatronPackedAttention]:
 
 
 class SegmentRotary(RotaryEmbedding):  # type: ignore[misc]
-    """Megatron's rotary embedding by each token's position in its own segment. Set `positions`
-    [tokens] before each forward pass. Megatron's own forward is replaced because it caches the
-    angles by length.
+    """Megatron's rotary embedding by each token's position in its own segment. `run_stage` sets
+    `positions` [tokens] before each forward pass; angles are computed from them in every call,
+    because Megatron's own forward caches them by length.
     """
 
     positions: Tensor  # of the batch that is computed next
@@ -108,13 +114,15 @@ class SegmentRotary(RotaryEmbedding):  # type: ignore[misc]
     def forward(
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
     ) -> Tensor:
-        """Return the angles in Megatron's layout, computed anew in each call."""
+        """Return the rotary angles of the tokens at `positions` in Megatron's layout, [tokens, 1,
+        1, D], computed anew in each call; the arguments have no effect.
+        """
         out: Tensor = self.get_emb(max_seq_len, offset)
         return out
 
 
-# Our names of what a layer holds, and Megatron's. QKV stands by key group in both; gate and up are
-# one after the other.
+# This package's names of a layer's parameters, and Megatron's. Both store QKV by key group, and
+# gate and up one after the other.
 LAYER_PARAMETERS = {
     "attention_norm.weight": "input_layernorm.weight",
     "qkv.weight": "self_attention.linear_qkv.weight",
@@ -132,9 +140,10 @@ OUTER_PARAMETERS = {
 
 
 class MegatronLlama(GPTModel):  # type: ignore[misc]
-    """This rank's pipeline stage and tensor-parallel shard of a Llama, as Megatron's GPTModel. The
-    vocabulary is padded to equal rows on all ranks; `own_rows` of this rank's are real. Needs
-    initialized process groups.
+    """This rank's pipeline stage and tensor-parallel shard of a Llama, as Megatron's GPTModel with
+    the attention kernel `kernel`; weights are not filled in. The vocabulary is padded to equally
+    many rows on all ranks; `own_rows` of this rank's rows are real. Needs initialized process
+    groups.
     """
 
     def __init__(self, config: Any, shape: LlamaShape, kernel: str) -> None:
@@ -158,8 +167,8 @@ class MegatronLlama(GPTModel):  # type: ignore[misc]
         self.own_rows = max(0, min(rows, shape.vocab - first))  # the rest pads the vocabulary
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return Megatron's loss of each token after setting the logits of padding rows to -inf, in
-        place.
+        """Return Megatron's loss of each token [1, tokens], over the vocabulary of all ranks.
+        Logits of rows that pad the vocabulary are set to -inf first, in place.
         """
         if self.own_rows < logits.shape[-1]:
             logits[..., self.own_rows :] = -torch.inf
@@ -175,12 +184,12 @@ def run_stage(
     rows: PackedLayout,
     labels: Tensor | None,
 ) -> Tensor:
-    """Run a stage on packed tokens, called through `wrapped` (the model itself, or what DDP and
-    Float16Module put around it).
+    """Run a pipeline stage on packed `tokens` [tokens], called through `wrapped` (the model itself,
+    or what DDP and Float16Module put around it).
 
     Returns hidden states [tokens, 1, hidden] or, on the last stage of a model with its output
-    layer, losses [1, tokens] if `labels` [1, tokens] are given. Sets the rotary positions of
-    `model`.
+    layer, losses [1, tokens] of `labels` [1, tokens]. `positions` are those in each segment, and
+    are stored in `model` for the rotary embedding; `rows` is the layout of the segments.
     """
     model.rotary_pos_emb.positions = positions
     out: Tensor = wrapped(
@@ -193,11 +202,11 @@ def fill_weights(
     model: MegatronLlama, tensors: Mapping[str, Tensor], job: Job, shape: LlamaShape
 ) -> dict[str, Any]:
     """Write the case's weights into `tensors`, which have the parameters' sizes and Megatron's
-    names, and return their source for the record.
+    names, in place, and return their source for the record.
 
-    They are the same as every engine's: random from the seed, or read from the checkpoint
-    (RequestError if it does not fit); each rank fills its shard. Rows that pad the vocabulary
-    become zero.
+    They are the same as every engine's: random from the seed (norms one, biases zero), or read from
+    the checkpoint (RequestError if it does not fit); each rank fills its shard. Rows that pad the
+    vocabulary become zero.
     """
     question, shard = job.case.question, Shard(job.place.tp, job.plan.tp)
     views = parameter_views(model, tensors, shape, shard)
@@ -224,8 +233,9 @@ def fill_weights(
 def parameter_views(
     model: MegatronLlama, tensors: Mapping[str, Tensor], shape: LlamaShape, shard: Shard
 ) -> dict[str, Tensor]:
-    """Return by our parameter names views of `tensors` (by Megatron's names) to write to, each of
-    the logical shape that this shard holds. Raises RuntimeError if a tensor is no Llama parameter.
+    """Return views of `tensors` (by Megatron's names, of this stage) to write to, by this package's
+    parameter names with the layer's number in the whole model; each of the logical shape of this
+    shard's part. Raises RuntimeError if a tensor is no Llama parameter.
     """
     names = {theirs: ours for ours, theirs in OUTER_PARAMETERS.items()}
     for i, layer in enumerate(model.decoder.layers):
@@ -235,7 +245,7 @@ def parameter_views(
         }
     unknown = sorted(tensors.keys() - names.keys())
     if unknown:
-        raise RuntimeError(f"Megatron's parameter {unknown[0]} is none of a Llama's")
+        raise RuntimeError(f"Megatron's parameter {unknown[0]} is not a parameter of a Llama")
     return {
         names[name]: _logical_view(names[name], tensor, shape, shard)
         for name, tensor in tensors.items()
@@ -243,7 +253,10 @@ def parameter_views(
 
 
 def _logical_view(name: str, tensor: Tensor, shape: LlamaShape, shard: Shard) -> Tensor:
-    """Return a tensor's logical view without the rows that pad the vocabulary."""
+    """Return a view of a tensor in the parameter's logical shape (models/llama_placements.py),
+    without the rows that pad the vocabulary; it shares the tensor's memory. `name` is this
+    package's.
+    """
     row = llama_placements.find_placement(name)
     view = tensor.view(row.logical_shape(llama_placements.make_shard_shape(shape, shard)))
     if row.split is None:
@@ -254,7 +267,7 @@ def _logical_view(name: str, tensor: Tensor, shape: LlamaShape, shard: Shard) ->
 
 def describe_library() -> str:
     """Return the version of megatron-core and whether Transformer Engine was imported, as a text
-    for the record: Megatron then uses its Adam and norms.
+    for the record: Megatron then uses its optimizer.
     """
     engine = (
         "with Transformer Engine's optimizer"

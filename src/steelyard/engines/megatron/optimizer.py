@@ -18,11 +18,12 @@ from steelyard.training.checkpoint_folders import OptimizerScalars
 
 
 class MegatronAdam:
-    """Megatron's mixed-precision AdamW over a model.
+    """Megatron's mixed-precision AdamW over a model, with clipping and, in fp16, loss scaling; the
+    distributed optimizer if `distributed`.
 
     `model` is Megatron's DistributedDataParallel. `whole` is Megatron's chained optimizer, `part`
-    the one in it, `inner` the torch optimizer inside that. torch's AdamW is switched to its fused
-    form.
+    the only one in it, `inner` the torch optimizer inside that. If `inner` is torch's AdamW, it is
+    switched to its fused form.
     """
 
     def __init__(self, model: Any, train: Train, precision: Precision, distributed: bool) -> None:
@@ -56,8 +57,9 @@ class MegatronAdam:
                 group |= {"fused": True, "foreach": False}
 
     def start_from_gradient_buffers(self, parameters: list[Any]) -> None:
-        """Take the initial fp32 weights from the gradient buffers (`main_grad`), copy them into
-        parameters and fp32 main weights, and zero the gradients.
+        """Take the initial fp32 weights from the parameters' gradient buffers (`main_grad`), copy
+        them into the parameters and, where these have them, into this replica's part of the fp32
+        main weights, and zero the gradients.
 
         Megatron would start its fp32 weights from the rounded parameters: updates below half a step
         of bf16 would then change nothing, and a model would learn later than it should.
@@ -72,8 +74,8 @@ class MegatronAdam:
         self.zero_grad()
 
     def _updated_slice(self, parameter: Any) -> slice:
-        """Return the slice of a flattened parameter that this replica updates; everything without
-        the distributed optimizer.
+        """Return the slice of a flattened parameter that this replica's optimizer updates; all of
+        it without the distributed optimizer.
         """
         if not self.part.config.use_distributed_optimizer:
             return slice(None)
@@ -86,8 +88,9 @@ class MegatronAdam:
         return scaled
 
     def step(self, lr: float) -> float:
-        """Clip, update at this learning rate, and zero the gradients. Returns their norm before
-        clipping, inf if fp16 overflowed and no step was taken.
+        """Clip, update at this learning rate, and zero the gradients. Returns the gradients' norm
+        before clipping as a float, which waits for the device; inf if fp16 overflowed and no step
+        was taken. All ranks call it together.
 
         Sets learning rate and weight decay of the parameter groups, as Megatron's scheduler would;
         otherwise norms would get the decay of matrices.
@@ -100,13 +103,15 @@ class MegatronAdam:
         return float(norm) if taken else math.inf
 
     def zero_grad(self) -> None:
-        """Zero the model's gradient buffers and the optimizer's gradients."""
+        """Zero the gradient buffers of the model (Megatron's DistributedDataParallel) and the
+        optimizer's gradients.
+        """
         self.model.zero_grad_buffer()
         self.whole.zero_grad()
 
     def updated_tensors(self) -> list[Tensor]:
-        """Return the tensors that are updated: parameters, their fp32 copies, or this replica's
-        part of those.
+        """Return the tensors that AdamW updates on this rank: the parameters, or their fp32 main
+        weights if these exist, or this replica's part of those with the distributed optimizer.
         """
         return [parameter for group in self.inner.param_groups for parameter in group["params"]]
 
@@ -117,9 +122,9 @@ class MegatronAdam:
         ]
 
     def state(self) -> dict[str, Tensor]:
-        """Return the updated tensors and their moments as `weights.N` and `moment.N`, N their
-        number on this rank, for saving or for filling in place. Missing states are created as
-        zeros, as the first step would.
+        """Return the updated tensors and their moments as `weights.N`, `exp_avg.N` and
+        `exp_avg_sq.N`, N their number on this rank, for saving or for filling in place. Missing
+        moments and step counts are created as zeros, as the first step would.
         """
         out: dict[str, Tensor] = {}
         for i, parameter in enumerate(self.updated_tensors()):
@@ -135,8 +140,8 @@ class MegatronAdam:
         return out
 
     def numbers(self) -> OptimizerScalars:
-        """Return the number of updates and, in fp16, the state of the loss scaler, for a
-        checkpoint.
+        """Return the number of updates (0 before the first) and, in fp16, the loss scale and the
+        steps since it last changed, for a checkpoint.
         """
         updates = max((float(states["step"]) for states in self.inner.state.values()), default=0.0)
         scaler = getattr(self.part, "grad_scaler", None)
@@ -151,8 +156,10 @@ class MegatronAdam:
 
     def restore(self, numbers: OptimizerScalars) -> None:
         """Continue from the tensors that `state` returned, filled in since, and these numbers: sets
-        step counts and loss scale, and copies main weights to the parameters. Raises RequestError
-        if this precision scales losses and the checkpoint has no scale.
+        step counts, loss scale and its growth counter, copies main weights to the parameters and,
+        with the distributed optimizer, gathers these from all replicas: all ranks call it together.
+        Raises RequestError if this precision scales losses and the checkpoint has no scale or
+        growth counter.
         """
         for states in self.inner.state.values():
             states["step"].fill_(numbers.updates)
@@ -160,15 +167,15 @@ class MegatronAdam:
         if scaler is not None:
             if numbers.scale is None or numbers.growth is None:
                 raise RequestError(
-                    "the checkpoint does not say how losses were scaled, and this precision scales"
-                    " them"
+                    "--resume: the checkpoint has no loss scale, and this precision scales losses;"
+                    " resume with the precision of the checkpoint"
                 )
             scaler_state = scaler.state_dict()
             scale = torch.full_like(scaler_state["scale"], numbers.scale)
             scaler.load_state_dict(
                 {**scaler_state, "scale": scale, "growth_tracker": int(numbers.growth)}
             )
-        # parameters are a copy, or a part of one
+        # the model's parameters are a copy of the main weights
         if hasattr(self.part, "_copy_main_params_to_model_params"):
             with torch.no_grad():
                 self.part._copy_main_params_to_model_params()

@@ -40,10 +40,10 @@ from steelyard.weights import llama_weights
 
 
 class MegatronTrain(TrainingLoop):
-    """The engine for work `train_rows`: the common training loop with a `MegatronTrainer`.
-    Constructing it initializes Megatron's process groups, and raises RequestError for what the
-    engine cannot do. Rows are padded to one length unless it runs uncompiled on one replica without
-    a pipeline.
+    """The engine for work `train_rows`: the common training loop with a `MegatronTrainer` and
+    `HeldOutLoss`. Constructing it initializes Megatron's process groups, and raises RequestError
+    for what the engine cannot do or if a checkpoint has another plan. Rows are padded to one length
+    unless `tune.pack` is on and it runs uncompiled on one replica without a pipeline.
     """
 
     def __init__(self, job: Job) -> None:
@@ -58,8 +58,8 @@ class MegatronTrain(TrainingLoop):
 
 
 def _check_resume(job: Job) -> None:
-    """Raise RequestError if the checkpoint to resume from has another plan: each rank saves what it
-    holds, as it holds it.
+    """Raise RequestError if the checkpoint to resume from, if there is one, cannot be read or has
+    another plan than the job: each rank saves what it holds, as it holds it.
     """
     if job.resume is None:
         return
@@ -68,14 +68,15 @@ def _check_resume(job: Job) -> None:
     ).plan
     if str(saved_plan) != str(job.plan):
         raise RequestError(
-            f"--resume: engine megatron goes on under the plan that it began with, {saved_plan}; asked:"
-            f" {job.plan}"
+            "--resume: engine megatron resumes only under the plan of the checkpoint; allowed:"
+            f" --parallel {saved_plan}, not {job.plan}"
         )
 
 
 class MegatronStage:
-    """This rank's pipeline stage (`stage`) inside Megatron's Float16Module and
-    DistributedDataParallel (`module`).
+    """This rank's pipeline stage (`stage`, a MegatronLlama) inside Megatron's Float16Module, in 16
+    bit, and DistributedDataParallel (`module`). `build` makes both and `config`, `fill` sets the
+    weights and `weights`, their source for the record; `kernel` names the attention kernel.
     """
 
     def __init__(self, job: Job) -> None:
@@ -83,7 +84,10 @@ class MegatronStage:
         self.weights: dict[str, Any] = {}
 
     def build(self) -> None:
-        """Create the stage and its wrappers on the device; weights are not filled in yet."""
+        """Create this rank's stage and its wrappers on the device and set `config`, `stage` and
+        `module`; weights are not filled in yet. Replicas sum gradients in fp32 during the backward
+        pass.
+        """
         job = self.job
         dp, shape = job.plan.dp, llama_weights.get_llama_shape(job.case.question.model)
         self.config = config.make_transformer_config(job, shape)
@@ -100,8 +104,9 @@ class MegatronStage:
         self.config.finalize_model_grads_func = _finalize_gradients
 
     def fill(self, optimizer: MegatronAdam) -> None:
-        """Fill the fp32 weights into the gradient buffers, which are as large and not in use yet,
-        and start the optimizer from there. Sets `weights`, their source.
+        """Write the stage's fp32 weights into its gradient buffers, which are as large and not in
+        use yet, and start the optimizer from there, which zeroes them. Sets `weights`, their
+        source. Raises RequestError if the checkpoint does not fit.
         """
         gradients = {name: parameter.main_grad for name, parameter in self.stage.named_parameters()}
         self.weights = fill_weights(
@@ -123,8 +128,9 @@ def _finalize_gradients(
 
 
 class MegatronTrainer(TorchLearner):
-    """The learner of the training loop for Megatron: model, schedule and optimizer, in place of
-    training/trainer.py.
+    """The learner of the training loop for Megatron, in place of `Trainer` (training/trainer.py):
+    `model` (a `MegatronStage`), Megatron's pipeline schedule and, after `prepare`, `optimizer`. As
+    a TorchLearner it writes and loads checkpoints, under the plan that it began with.
     """
 
     exchanges_separately = False  # replicas sum gradients inside the backward pass
@@ -136,7 +142,9 @@ class MegatronTrainer(TorchLearner):
         self.stages = parallel_state.get_pipeline_model_parallel_group()
 
     def prepare(self, part: Part) -> None:
-        """Build model and optimizer and fill in the weights, timed as part `weights`."""
+        """Build model and optimizer and fill in the weights, timed as part `weights`; sets
+        `optimizer`. Raises RequestError if the checkpoint does not fit.
+        """
         with part("weights"):
             self.model.build()
             sharded = config.is_sharded(self.job)
@@ -148,15 +156,17 @@ class MegatronTrainer(TorchLearner):
             self.job.device.synchronize()
 
     def warm_up(self, micro: MicroBatch) -> None:
-        """Run one evaluation, forward and backward on a micro-batch without an update, and zero the
-        gradients.
+        """Run one evaluation, forward and backward (with the exchange of gradients) on a
+        micro-batch without an update, and zero the gradients. All ranks call it together.
         """
         self.evaluate(micro)
         self.backward([micro], self.sum_over_replicas(1))
         self.optimizer.zero_grad()
 
     def evaluate(self, micro: MicroBatch) -> Tensor:
-        """Return the summed cross-entropy of a micro-batch in fp64, known to all stages."""
+        """Return the summed cross-entropy of a micro-batch in nats, in fp64, the same on all
+        stages, which call it together.
+        """
         with torch.no_grad():
             loss = self._run_schedule(
                 [micro], torch.ones((), device=self.device), forward_only=True
@@ -164,7 +174,9 @@ class MegatronTrainer(TorchLearner):
         return self._share_with_stages(loss.double())
 
     def sum_over_replicas(self, number: int) -> Tensor:
-        """Return a count summed over replicas, as a zero-dimensional tensor on the device."""
+        """Return a count summed over replicas, as a zero-dimensional fp32 tensor on the device; all
+        replicas call it together.
+        """
         # a copy from the host would wait for the device
         count = torch.full((), float(number), device=self.device)
         if self.job.plan.dp > 1:
@@ -173,7 +185,8 @@ class MegatronTrainer(TorchLearner):
 
     def backward(self, micros: list[MicroBatch], targets: Tensor) -> Tensor:
         """Run forward and backward of a step, in which replicas also sum gradients, and return this
-        replica's sum of losses / targets; 0 on all but the last stage.
+        replica's sum of losses / targets; 0 on all but the last stage. `targets` is their number
+        over all replicas. All ranks call it together.
         """
         return self._run_schedule(micros, targets, forward_only=False)
 
@@ -181,12 +194,13 @@ class MegatronTrainer(TorchLearner):
         self, micros: list[MicroBatch], targets: Tensor, forward_only: bool
     ) -> Tensor:
         """Run Megatron's pipeline schedule over micro-batches of one size and return the sum of
-        their losses / targets; 0 on all but the last stage. `forward_only` runs no backward pass.
+        their losses / targets as a device tensor; 0 on all but the last stage. `forward_only` runs
+        no backward pass. All stages call it together.
         """
 
         def forward_step(iterator: Iterator[MicroBatch], module: Any) -> Any:
-            """Run the stage on the next micro-batch and return (output, function that computes the
-            loss from it), as Megatron's schedule asks.
+            """Run the stage on the iterator's next micro-batch and return (output, function that
+            computes the loss from it), as Megatron's schedule asks. `module` is the wrapped stage.
             """
             micro = next(iterator)
             labels = torch.zeros_like(micro.tokens).index_copy_(0, micro.pick, micro.targets)
@@ -195,8 +209,9 @@ class MegatronTrainer(TorchLearner):
             )
 
             def loss(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                """Return (losses at the picked tokens / targets, a zero count of tokens, a copy of
-                the first to report).
+                """Return (sum of the losses at the picked tokens / targets, a zero count of tokens,
+                a copy of the first to report), from the losses of all tokens; the zero keeps
+                Megatron from dividing again.
                 """
                 mean = losses.flatten().float()[micro.pick].sum() / targets
                 # A clone: the schedule changes the loss in place where it is told to normalise by
@@ -223,15 +238,17 @@ class MegatronTrainer(TorchLearner):
         )
 
     def reduce(self, loss: Tensor) -> Tensor:
-        """Return the loss summed over replicas, known to all stages. Gradients were summed in
-        `backward`.
+        """Return the loss summed over replicas (in place), the same on all stages. Gradients were
+        summed in `backward`. All ranks call it together.
         """
         if self.job.plan.dp > 1:
             dist.all_reduce(loss, group=self.replicas)
         return self._share_with_stages(loss)
 
     def _share_with_stages(self, loss: Tensor) -> Tensor:
-        """Give all stages the loss that only the last one has, by a sum over stages in place."""
+        """Give all stages of a pipeline the loss that only the last one has (others have 0), by a
+        sum in place, and return it. All stages call it together.
+        """
         if self.job.plan.pp > 1:
             dist.all_reduce(loss, group=self.stages)
         return loss
@@ -243,9 +260,10 @@ class MegatronTrainer(TorchLearner):
         return self.optimizer.step(lr)
 
     def list_state(self) -> dict[str, Tensor]:
-        """Return this rank's optimizer tensors under names with its place in the plan
-        (`tp0.pp1.weights.3`). Only with the distributed optimizer does the name contain the
-        replica: otherwise replicas have equal tensors, which are written once.
+        """Return this rank's optimizer tensors, to be saved or filled in place, under names with
+        its place in the plan (`tp0.pp1.weights.3`). Only with the distributed optimizer does the
+        name contain the replica (`dp0.`): otherwise replicas have equal tensors, which are written
+        once.
         """
         place = self.job.place
         replica_prefix = f"dp{place.dp}." if config.is_sharded(self.job) else ""
@@ -255,16 +273,22 @@ class MegatronTrainer(TorchLearner):
         }
 
     def read_scalars(self) -> OptimizerScalars:
-        """Return the number of updates and the loss scale, for a checkpoint."""
+        """Return the optimizer's number of updates and, in fp16, its loss scale with growth
+        counter, for a checkpoint.
+        """
         return self.optimizer.numbers()
 
     def restore(self, scalars: OptimizerScalars) -> None:
-        """Continue from the tensors of `state`, filled in since, and these numbers."""
+        """Continue from the tensors of `list_state`, filled in since, and these scalars. All ranks
+        call it together. Raises RequestError if this precision scales losses and the checkpoint has
+        no scale.
+        """
         self.optimizer.restore(scalars)
 
     def details(self) -> dict[str, Any]:
-        """Return library, optimizer class, attention kernel, and what this rank really holds:
-        numbers of elements and dtypes.
+        """Return for the record: `library`, the optimizer's class and module, the attention kernel,
+        and what this rank really holds: numbers of elements of parameters and moments, and dtypes
+        of parameters, updated weights, gradients and moments.
         """
         parameters = list(self.model.stage.parameters())
         gradients = [parameter.main_grad for parameter in parameters]

@@ -24,8 +24,11 @@ DETERMINISTIC_FLAGS = {"FLAGS_cudnn_deterministic": True, "FLAGS_embedding_deter
 
 
 class PaddleFramework(DeviceFramework):
-    """The framework `paddle` on one rank. Raises RequestError if the accelerator has no device
-    class for paddle.
+    """The framework `paddle` on one rank: joins ranks by paddle.distributed, drives `device` (the
+    accelerator's device class for Paddle) and prepares the matmuls and the all-reduce that are
+    timed.
+
+    `device` is the reference (`module:Class`) of that class; None raises RequestError.
     """
 
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
@@ -37,8 +40,8 @@ class PaddleFramework(DeviceFramework):
         self.world, self.local_rank = 1, local_rank
 
     def make_deterministic(self) -> None:
-        """Set Paddle's flags for deterministic kernels, process-wide, as far as this build has
-        them; a CPU's kernels need none.
+        """Set Paddle's flags for deterministic cuDNN and embedding kernels, process-wide, as far as
+        this build has them; a CPU's kernels need none.
         """
         known = paddle.get_flags(
             [name for name in DETERMINISTIC_FLAGS if paddle.base.core.globals().is_public(name)]
@@ -46,17 +49,17 @@ class PaddleFramework(DeviceFramework):
         paddle.set_flags({name: DETERMINISTIC_FLAGS[name] for name in known})
 
     def join_ranks(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> None:
-        """Join all ranks of the run in one group; returns None, for the engine forms its own groups
-        with fleet.
+        """Join all ranks of the run in one group of paddle.distributed, together with the other
+        ranks; returns None, for the engine forms its own groups with fleet. `plan` is not used.
 
-        Sets Paddle's environment variables in this process. One rank alone does nothing; several
-        without a rendezvous raise ValueError.
+        Sets `world`, and Paddle's environment variables in this process. One rank alone joins
+        nothing; several without a rendezvous (`meet` None) raise ValueError.
         """
         self.world = world
         if world == 1:
             return
         if meet is None:
-            raise ValueError("ranks that are told nowhere to meet")
+            raise ValueError("several ranks, but no rendezvous file or address")
         host, port = rendezvous.find_master(meet, rank)
         os.environ.update(
             rendezvous.launcher_variables(
@@ -66,8 +69,9 @@ class PaddleFramework(DeviceFramework):
         dist.init_parallel_env()
 
     def prepare_all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
-        """Prepare a sum of 1 MiB of fp32 over all ranks and return (call, size_bytes, check). Rank
-        r sends r + 1 each time, never an earlier result.
+        """Prepare a sum of 1 MiB of fp32 over all ranks and return (call, bytes per call, check).
+        Rank r sends r + 1 each time, never an earlier result. All ranks must call `call` together;
+        `check` returns None, or a text on the first wrong number.
         """
         own_numbers = paddle.full([EXCHANGE_NUMBERS], float(dist.get_rank() + 1))
         out = paddle.zeros_like(own_numbers)
@@ -78,12 +82,12 @@ class PaddleFramework(DeviceFramework):
             dist.all_reduce(out)
 
         def check() -> str | None:
-            """Return None if every number of the last result is the right sum, else a text with the
-            first wrong one.
+            """Wait for the last result, and return None if each of its numbers is the sum 1 + 2 +
+            ... + ranks, else a text with the first wrong one.
             """
             expected = self.world * (self.world + 1) / 2
             wrong = out.numpy()[out.numpy() != expected]
-            return None if wrong.size == 0 else f"{float(wrong[0])} where it must be {expected}"
+            return None if wrong.size == 0 else f"{float(wrong[0])} instead of {expected}"
 
         return sum_once, EXCHANGE_NUMBERS * 4, check
 
@@ -99,8 +103,9 @@ class PaddleFramework(DeviceFramework):
         self.barrier()
 
     def prepare_square_matmul(self, precision: str) -> tuple[Callable[[], Any], int]:
-        """Allocate two random square matrices of the device's `matmul_shape` and return (call,
-        FLOPs of a call).
+        """Allocate two random square matrices whose side is the device's `matmul_shape`, in the
+        dtype of `precision` (fp32, tf32, fp16 or bf16), and return (a function that multiplies
+        them, FLOPs of a call).
         """
         size, dtype = self.device.matmul_shape, DTYPES[precision]
         a, b = (paddle.randn([size, size]).astype(dtype) for _ in range(2))
@@ -111,8 +116,9 @@ class PaddleFramework(DeviceFramework):
         return
 
     def prepare_matmul(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int]:
-        """Allocate a matmul of this shape, the operand stored transposed that the layout says, and
-        return (call, FLOPs of a call).
+        """Allocate random matrices for a matmul of this shape and return (a function that
+        multiplies them, FLOPs of a call). The first is stored transposed in layout `tn`, the second
+        in `nt`. `precision` names the dtype: fp32, tf32, fp16 or bf16.
         """
         # which operand is stored transposed
         a_transposed, b_transposed = shape.layout == "tn", shape.layout == "nt"

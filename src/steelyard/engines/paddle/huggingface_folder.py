@@ -48,12 +48,12 @@ class TensorHeader:
 
 
 class HuggingFaceFolder:
-    """A checked Hugging Face folder of a Llama with safetensors, from which whole parameters are
-    read by this package's names.
+    """A checked Hugging Face folder of a Llama with safetensors, from which `read_parameter` reads
+    whole parameters by this package's names; `describe_source` is for the record.
 
-    Constructing it reads the config and all headers, and raises RequestError if the folder is none,
-    the config differs from `model`, or a tensor is missing, foreign, of another shape or of an
-    unsupported dtype.
+    Constructing it reads the config and all headers, and raises RequestError if the folder has no
+    config or safetensors, the config differs from `model`, or a tensor is missing, foreign, of
+    another shape or of an unsupported dtype.
     """
 
     def __init__(self, folder: Path, model: LlamaModel) -> None:
@@ -74,8 +74,9 @@ class HuggingFaceFolder:
         self._check_tensors()
 
     def _find_files(self) -> list[Path]:
-        """Return the safetensors files: the single one, or those that the index names, sorted.
-        Raises RequestError if there is neither.
+        """Return the safetensors files of this folder: the single one if it exists, else those that
+        the index names, sorted by name; these may be missing. Raises RequestError if there is
+        neither file nor index.
         """
         single, index = self.folder / hf_config.SINGLE_NAME, self.folder / hf_config.INDEX_NAME
         if single.is_file():
@@ -89,8 +90,9 @@ class HuggingFaceFolder:
         ]
 
     def source_names(self, name: str) -> list[str]:
-        """Return the names of the checkpoint's tensors that make up a parameter of ours, in order:
-        q, k and v for `qkv`, for example.
+        """Return the names of the checkpoint's tensors that make up a parameter of this package, in
+        order: those of q, k and v for `layers.0.qkv.weight`, for example. Raises KeyError or
+        ValueError for an unknown name.
         """
         if name in OUTER_TENSORS:
             return [OUTER_TENSORS[name]]
@@ -98,8 +100,8 @@ class HuggingFaceFolder:
         return [f"model.layers.{layer}.{tensor}" for tensor in LAYER_TENSORS[leaf]]
 
     def parameter_names(self) -> list[str]:
-        """Return the names of all parameters of the whole model; without the output if it is tied,
-        and without biases if it has none.
+        """Return this package's names of all parameters of the whole model, layer by layer after
+        the outer ones; without the output if it is tied, and without biases if it has none.
         """
         outer = [
             name for name in OUTER_TENSORS if not (self.model.tied and name == "output.weight")
@@ -111,7 +113,7 @@ class HuggingFaceFolder:
 
     def _source_shapes(self, name: str) -> list[list[int]]:
         """Return the expected shapes of the checkpoint's tensors that make up a parameter, in the
-        order of `source_names`.
+        order of `source_names`: QKV by numbers of heads, gate and up as halves.
         """
         size, dim = whole_shape(name, self.model), self.model.hidden // self.model.heads
         if ".qkv." in name:
@@ -121,9 +123,10 @@ class HuggingFaceFolder:
         return [[row_count, *size[1:]] for row_count in rows]
 
     def _check_tensors(self) -> None:
-        """Raise RequestError for a tensor that is missing, does not belong to the model, or has
-        another shape or an unsupported dtype. A tied model may store its output too, and stored
-        rotary frequencies are ignored.
+        """Raise RequestError for a tensor of the folder that does not belong to the model, or has
+        another shape or an unsupported dtype, then for one that is missing. A tied model may store
+        its output too, of any shape, and stored rotary frequencies are ignored; their dtypes are
+        checked as well.
         """
         expected = {
             source: size
@@ -141,12 +144,14 @@ class HuggingFaceFolder:
                 raise RequestError(f"{subject} does not belong to this model; give other weights")
             if name in expected and header.shape != expected[name]:
                 raise RequestError(
-                    f"{subject} has shape {header.shape}, and the case's model {expected[name]}; give"
+                    f"{subject} has shape {header.shape}, and the case's model {expected[name]};"
+                    " give"
                     " other weights"
                 )
             if header.dtype not in ALLOWED_DTYPES:
                 raise RequestError(
-                    f"{subject} is of {short_repr(header.dtype)}; allowed: {', '.join(ALLOWED_DTYPES)}"
+                    f"{subject} has dtype {short_repr(header.dtype)}; allowed:"
+                    f" {', '.join(ALLOWED_DTYPES)}"
                 )
         missing = sorted(expected.keys() - self.tensors.keys())
         if missing:
@@ -156,8 +161,9 @@ class HuggingFaceFolder:
             )
 
     def read_parameter(self, name: str) -> Array:
-        """Read a whole parameter as an fp32 array. QKV rows are interleaved by key group: the
-        group's queries, its key, its value. Gate and up are one after the other.
+        """Read a whole parameter, by this package's name, as an fp32 array [outputs, inputs] or
+        [outputs]. QKV rows are interleaved by key group: the group's queries, its key, its value.
+        Gate and up stand one after the other. Raises RequestError if a file can no longer be read.
         """
         arrays = [self._read_tensor(source) for source in self.source_names(name)]
         if ".qkv." not in name:
@@ -169,8 +175,8 @@ class HuggingFaceFolder:
         ).reshape(-1, *trailing_shape)
 
     def _read_tensor(self, name: str) -> Array:
-        """Read one tensor of the checkpoint as an fp32 array; raise RequestError if the file can no
-        longer be read.
+        """Read one tensor of the checkpoint, by its name there, as an fp32 array; raise
+        RequestError if the file can no longer be read.
         """
         path = self.tensors[name].path
         try:
@@ -178,13 +184,15 @@ class HuggingFaceFolder:
                 array: Array = file.get_tensor(name).astype("float32").numpy()
         except (SafetensorError, OSError) as error:
             raise RequestError(
-                f"{path}: cannot be read ({short_repr(str(error))}); it changed since it was read"
+                f"{path}: cannot be read any more ({short_repr(str(error))}); the file changed"
+                " after its header was checked"
             ) from error
         return array
 
     def describe_source(self) -> dict[str, Any]:
-        """Return the source of the weights for the record, the same for every engine: file names
-        and sizes, a hash over the headers, and the number of parameters.
+        """Return the source of the weights for the record, equal for every engine that reads this
+        folder: `source` "huggingface", `files` with names and sizes in bytes, `header_sha256` over
+        the headers, and `parameters`, the number of elements of the whole model.
         """
         sizes = {file: file.stat().st_size for file in self.files}
         tensors = [(name, header.dtype, header.shape) for name, header in self.tensors.items()]
@@ -201,13 +209,14 @@ class HuggingFaceFolder:
 
 
 def _read_header(path: Path) -> dict[str, TensorHeader]:
-    """Read the header of a safetensors file and return its tensors by name; raise RequestError if
-    the file is damaged or its header too large.
+    """Read the header of a safetensors file and return its tensors by name. Raises RequestError if
+    the file is missing or damaged, or its header longer than `MAX_HEADER_BYTES`.
     """
     try:
         if _header_bytes(path) > hf_config.MAX_HEADER_BYTES:
             raise RequestError(
-                f"{path}: a header of {_header_bytes(path)} bytes; at most {hf_config.MAX_HEADER_BYTES}"
+                f"{path}: a header of {_header_bytes(path)} bytes; at most"
+                f" {hf_config.MAX_HEADER_BYTES}"
                 " are read"
             )
         # checks the header against the file's size
@@ -224,12 +233,14 @@ def _read_header(path: Path) -> dict[str, TensorHeader]:
 
 
 def _header_bytes(path: Path) -> int:
-    """Return the length of the header in bytes, from the file's first 8 bytes."""
+    """Return the length in bytes of a safetensors file's header, from the file's first 8 bytes."""
     with files.open_regular(path) as raw:
         return int.from_bytes(raw.read(8), "little")
 
 
 def _header_sha256(path: Path) -> str:
-    """Return the SHA-256 of the header's bytes, in hex."""
+    """Return the SHA-256 of the bytes of a safetensors file's header, without the 8 bytes of its
+    length, in hex.
+    """
     with files.open_regular(path) as raw:
         return hashlib.sha256(raw.read(int.from_bytes(raw.read(8), "little"))).hexdigest()

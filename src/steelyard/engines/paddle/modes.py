@@ -12,16 +12,19 @@ from steelyard.engine.job import Job
 from steelyard.errors import RequestError
 from steelyard.plan.degrees import get_shard_degree
 
-# Run by us, on a CPU and in fp32, against engine torch (tests/engine_paddle). All else is Paddle's
-# documented way, unrun.
+# Run by this project's tests, on a CPU and in fp32, against engine torch (tests/engine_paddle). All
+# else follows Paddle's documentation and was never run.
 TRIED = ("cpu", "fp32", "single", "dp", "sharding 1", "recompute")
 
 
 @dataclass(frozen=True)
 class PaddleModes:
-    """How a model is parallelized: degrees of tensor and pipeline parallelism, and replicas.
-    `shards` replicas divide among them what level `sharding` says; there are `copies` of such
-    groups.
+    """How a run's model is parallelized: degrees of tensor (`tp`) and pipeline (`pp`) parallelism,
+    replicas, and whether layers are recomputed.
+
+    `shards` replicas divide among them what ZeRO level `sharding` says (1 or 2); there are `copies`
+    of such groups, so that dp = copies x shards. `choose_modes` makes it from a job; `names` lists
+    the modes in use.
     """
 
     tp: int
@@ -43,8 +46,9 @@ class PaddleModes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the modes in use, as `never_run` and refusals name them: `tp`, `pp`,
-        `sharding 1`, `dp`, `copies of shards`, `recompute`; `single` first on one device.
+        """Return the names of the modes in use, as `never_run` and refusals name them, in this
+        order: `tp`, `pp`, `sharding N`, `dp`, `copies of shards`, `recompute`; on one device
+        `single` first. `dp` stands for several copies, also of sharded groups.
         """
         uses = {
             "tp": self.tp > 1,
@@ -59,8 +63,9 @@ class PaddleModes:
 
 
 def choose_modes(job: Job) -> PaddleModes:
-    """Return the modes of a run. Raises RequestError for sharding 3, selective recomputation,
-    sharding 2 in a pipeline, or a vocabulary that TP does not divide.
+    """Return the modes of a run, from its tune and plan. Raises RequestError for sharding 3,
+    selective recomputation, sharding 2 in a pipeline (if several replicas share), or a vocabulary
+    that TP does not divide.
     """
     tune, plan, model = job.case.tune, job.plan, job.case.question.model
     if tune.sharding > 2:
@@ -88,8 +93,8 @@ def choose_modes(job: Job) -> PaddleModes:
 
 
 def refuse_modes(modes: PaddleModes, lacks: Mapping[str, str]) -> None:
-    """Raise RequestError for the first mode that this device does not have; `lacks` maps modes to
-    reasons.
+    """Raise RequestError for the first mode in use that this device does not have. `lacks` (of the
+    device class) maps names of modes, as `PaddleModes.names` has them, to reasons.
     """
     for name in modes.names:
         if name in lacks:
@@ -107,8 +112,8 @@ def list_untried(modes: PaddleModes, device: str, precision: str) -> list[str]:
 
 # Paddle's O2 casts the model's parameters to 16 bit, and with them their gradients; the optimizer
 # keeps fp32 master weights and moments. Where it cannot (a CPU), it leaves all in fp32 and says
-# nothing: so types are looked at, and never taken for granted.
-# by what matmuls run in
+# nothing: so dtypes are checked (`check_dtypes`).
+# Paddle's dtypes by the precision of matmuls
 DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 FP32 = "float32"
 SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -125,16 +130,19 @@ def short_names(types: set[str]) -> str:
 
 
 def check_dtypes(precision: Precision, seen: Mapping[str, set[str]]) -> None:
-    """Raise RuntimeError if tensors have other dtypes than the precision prescribes.
+    """Raise RuntimeError if tensors have other dtypes than the precision prescribes: parameters,
+    gradients and logits that of the matmuls, states fp32.
 
     `seen` maps `parameters`, `gradients`, `logits` or `states` (master weights and moments) to the
-    set of Paddle's dtype names that were seen; kinds that do not exist yet are left out.
+    set of Paddle's dtype names that were seen (`bfloat16`); kinds that do not exist yet are left
+    out.
     """
     computed = DTYPES[precision.matmul]
     prescribed = {"parameters": computed, "gradients": computed, "logits": computed, "states": FP32}
     for name, types in seen.items():
         if types - {prescribed[name]}:
             raise RuntimeError(
-                f"precision {precision.name}: {name} must be {prescribed[name]}, and Paddle made them"
+                f"precision {precision.name}: {name} must be {prescribed[name]}, but Paddle made"
+                " them"
                 f" {', '.join(sorted(types))}"
             )

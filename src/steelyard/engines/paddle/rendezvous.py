@@ -21,24 +21,26 @@ MAX_FILE_BYTES = 100
 
 
 def find_master(meet: Meeting, rank: int) -> tuple[str, int]:
-    """Return (host, port) at which rank 0 will serve the store.
+    """Return (host, port) at which rank 0 will serve Paddle's store.
 
-    On one host rank 0 chooses a free loopback port and writes it into the rendezvous file, and
-    other ranks wait up to 120 s for it (TimeoutError). On several hosts it is the run's address,
-    and rank 0 closes `listen_fd` so that Paddle can bind the port. Raises ValueError if `meet` has
-    neither.
+    If `meet` has a file (one host), rank 0 chooses a free loopback port and writes it into that
+    file, and other ranks wait up to 120 s for it (TimeoutError). Otherwise it is the run's address
+    and port, and rank 0 closes `listen_fd`, if there is one, so that Paddle can bind the port.
+    Raises ValueError if `meet` has neither.
     """
     if meet.file is not None:
         return _publish_port(meet.file) if rank == 0 else _wait_for_port(meet.file)
     if meet.address is None or meet.port is None:
-        raise ValueError("ranks that are told nowhere to meet")
+        raise ValueError("several ranks, but no rendezvous file or address")
     if meet.listen_fd is not None and rank == 0:
         os.close(meet.listen_fd)  # its port is Paddle's now
     return meet.address, meet.port
 
 
 def _publish_port(file: Path) -> tuple[str, int]:
-    """Find a free loopback port, write it into the file, and return (host, port)."""
+    """Find a loopback port that is free now, write its number into the file as text, at once and
+    completely, and return (host, port). The port is not held.
+    """
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
         port: int = free.getsockname()[1]
@@ -47,22 +49,25 @@ def _publish_port(file: Path) -> tuple[str, int]:
 
 
 def _wait_for_port(file: Path) -> tuple[str, int]:
-    """Wait until rank 0 has written its port into the file, and return (host, port); raise
-    TimeoutError after 120 s.
+    """Wait until rank 0 has written its port into the file, looking every 0.05 s, and return
+    (loopback, port). Raises TimeoutError after 120 s, ValueError if the file holds no number.
     """
     never = threading.Event()
     for _ in range(int(TIMEOUT_S / POLL_S)):
         if file.exists():
             return LOOPBACK, int(files.read_file(file, MAX_FILE_BYTES))
         never.wait(POLL_S)
-    raise TimeoutError(f"rank 0 did not say within {TIMEOUT_S:.0f} s where to meet")
+    raise TimeoutError(f"rank 0 did not publish its port within {TIMEOUT_S:.0f} s")
 
 
 def launcher_variables(
     host: str, port: int, rank: int, local_rank: int, world: int, backend: str
 ) -> dict[str, str]:
-    """Return the environment variables that Paddle's launcher would set for this rank. The
-    endpoints only name ranks: nothing listens there but the store.
+    """Return those environment variables of Paddle's launcher that its rendezvous needs: rank,
+    number of ranks, endpoints of all ranks, master, rank in the node, and the backend if it is
+    gloo. No device is selected, and nothing is set here.
+
+    The endpoints, ports after `port`, only name ranks: nothing listens there.
     """
     endpoints = [f"{host}:{port + 1 + index}" for index in range(world)]
     settings = {

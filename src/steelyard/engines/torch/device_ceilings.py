@@ -34,7 +34,7 @@ MAX_ARRAYS = 4  # that must fit into free memory, though at most two are made
 @dataclass(frozen=True)
 class PreparedMatmul:
     """A matmul that is ready to be called, with its operands a [m, k] and b [k, n] as the call sees
-    them.
+    them (either may be a transposed view); `call` returns the product [m, n].
     """
 
     call: Callable[[], Tensor]
@@ -45,8 +45,8 @@ class PreparedMatmul:
 def _prepare_plain_matmul(
     dtype: torch.dtype, shape: Matmul, device: torch.device
 ) -> PreparedMatmul:
-    """Allocate a torch.mm of random numbers in `dtype`, with the operand stored transposed that the
-    layout says.
+    """Allocate a torch.mm of standard normal numbers in `dtype`, with the operand stored transposed
+    that the layout names (`tn`: a, `nt`: b, `nn`: none). Every call overwrites the same result.
     """
     a = random_matrix(shape.m, shape.k, shape.layout == "tn", dtype, device)
     b = random_matrix(shape.k, shape.n, shape.layout == "nt", dtype, device)
@@ -55,8 +55,8 @@ def _prepare_plain_matmul(
 
 
 def _prepare_fp8_matmul(shape: Matmul, device: torch.device) -> PreparedMatmul:
-    """Allocate a matmul of random E4M3 operands with scale 1 each. b is stored by columns, as the
-    kernel requires; the result is bf16.
+    """Allocate a matmul of random E4M3 operands with one scale of 1 each, whatever the shape's
+    layout. b is stored by columns, as the kernel requires; the result is bf16.
     """
     a, b = (
         torch.randn(rows, shape.k, device=device).to(torch.float8_e4m3fn)
@@ -74,7 +74,9 @@ def _prepare_fp8_matmul(shape: Matmul, device: torch.device) -> PreparedMatmul:
 
 
 def _prepare_int8_matmul(shape: Matmul, device: torch.device) -> PreparedMatmul:
-    """Allocate a matmul of random int8 operands whose result is int32. b is stored by columns."""
+    """Allocate a matmul of random int8 operands (-128 to 127) whose result is int32, whatever the
+    shape's layout. b is stored by columns.
+    """
     a, b = (
         torch.randint(-128, 128, (rows, shape.k), device=device).to(torch.int8)
         for rows in (shape.m, shape.n)
@@ -96,7 +98,7 @@ MATMULS: Mapping[str, Callable[[Matmul, torch.device], PreparedMatmul]] = {
 
 def check_matmul(matmul: PreparedMatmul, precision: str) -> tuple[float, float]:
     """Run the matmul once, compute up to 32 of its rows and columns again in fp64, and return
-    (largest relative error, bound of this precision).
+    (largest relative error, allowed error of this precision); nothing is raised.
 
     The sample is evenly spaced and includes the first and last row and column. The error is that of
     `max_relative_error`.
@@ -124,8 +126,8 @@ def _spread_indices(size: int, device: torch.device) -> Tensor:
 
 
 def max_relative_error(result: Tensor, expected: Tensor) -> float:
-    """Return the largest absolute difference as a fraction of the root mean square of the right
-    result.
+    """Return the largest absolute difference of the result from the expected numbers, as a fraction
+    of these numbers' root mean square; computed in fp64.
     """
     root_mean_square = expected.double().square().mean().sqrt()
     return float(
@@ -135,18 +137,22 @@ def max_relative_error(result: Tensor, expected: Tensor) -> float:
 
 
 class TorchCeilings:
-    """The rows of `steelyard spec` for torch's device. Reasons why a device cannot run some of them
-    come from the device class's `lacks`.
+    """The rows of `steelyard spec` for torch's device (a `FrameworkCeilings`): `rows` yields them,
+    capacity, memory, matmuls, copies, collectives and attention. Reasons why a device cannot run
+    some of them come from the device class's `lacks`, by precision or `copies` or `peers`.
     """
 
     def __init__(self, framework: TorchFramework) -> None:
+        """Take the framework's device, and what it lacks (nothing, if its class does not say)."""
         self.framework, self.device = framework, framework.device
         self.torch_device = self.device.torch_device
         self.lacks: Mapping[str, str] = getattr(self.device, "lacks", {})
 
     def rows(self, quick: bool) -> Iterator[CeilingRow]:
-        """Yield the rows, the most informative first: a slow device may run out of time before the
-        end.
+        """Yield the ceiling rows of this device, the most informative first, as a slow device may
+        run out of time before the end: capacity, memory, square matmuls of each precision, host
+        copies, exchanges, then the shipped cases' matmuls and attention. With `quick`, fewer and
+        smaller ones.
         """
         yield CeilingRow("capacity", "memory of one process", None, "B", self._measure_capacity)
         yield from self._memory_rows(quick)
@@ -166,8 +172,8 @@ class TorchCeilings:
         yield from attention_ceilings.attention_rows(self.torch_device, self.lacks, quick)
 
     def all_reduce_max(self, value: float) -> float:
-        """Return the maximum of `value` over all ranks by an all-reduce; one rank alone gets its
-        own value back.
+        """Return the maximum of `value` over all ranks of `steelyard spec` by an all-reduce, which
+        all must call; one rank alone gets its own value back.
         """
         if self.framework.world == 1:
             return value
@@ -180,8 +186,8 @@ class TorchCeilings:
         self.device.release_memory()
 
     def _case_matmul_row(self, case_shape: CaseMatmul) -> CeilingRow:
-        """Make the row of a shipped case's own matmul shape, which may shrink for a slow device.
-        Its name has the case, the matmul and, of a backward one, which gradient.
+        """Return the row of a shipped case's own matmul shape, which may get fewer rows on a slow
+        device. Its name has the case, the matmul and, of a backward one, which gradient.
         """
         backward = {"nt": "", "nn": " (input gradient)", "tn": " (weight gradient)"}[
             case_shape.matmul.layout
@@ -194,13 +200,15 @@ class TorchCeilings:
         )
 
     def _matmul_row(self, name: str, precision: str, shape: Matmul, shrinks: bool) -> CeilingRow:
-        """Make the row of one matmul. If `shrinks`, it gets fewer rows on a slow device; otherwise
-        preparing it raises UnavailableError if one call would take too long.
+        """Return the row of one matmul in FLOP/s, unavailable if the device lacks the precision. If
+        `shrinks`, it gets fewer rows on a slow device; preparing it raises UnavailableError if one
+        call would still take too long.
         """
 
         def prepare(budget: CallBudget) -> PreparedCeiling:
-            """Allocate the matmul in a shape that the budget allows. For fp32 and tf32 the
-            process's matmul precision is set to that one.
+            """Allocate the matmul in a shape that the budget allows and return it with its check.
+            Raises UnavailableError if none does. For fp32 and tf32 the process's matmul precision
+            is set to that one.
             """
             fitting = _fit_to_budget(shape, budget, shrinks)
             if precision in ("fp32", "tf32"):
@@ -214,8 +222,9 @@ class TorchCeilings:
         return CeilingRow("matmul", name, precision, "FLOP/s", prepare, self.lacks.get(precision))
 
     def _memory_rows(self, quick: bool) -> Iterator[CeilingRow]:
-        """Yield rows for reading, writing and copying device memory, on arrays of 4 GiB (quick: 256
-        MiB), or a quarter of the free memory if that is less. A copy counts its bytes twice.
+        """Yield rows for reading, writing and copying device memory, on fp32 arrays of 4 GiB
+        (quick: 256 MiB), or a quarter of the memory that is free now if that is less (at least 1
+        MiB). A copy counts its bytes twice.
         """
         size = min(
             QUICK_BYTES if quick else FULL_BYTES,
@@ -227,7 +236,9 @@ class TorchCeilings:
             return torch.ones(size // 4, device=self.torch_device)
 
         def prepare_read(budget: CallBudget) -> PreparedCeiling:
-            """Prepare the sum of an array; its check compares it with the number of elements."""
+            """Prepare the sum of an array of ones; its check compares it with the number of
+            elements. `budget` is ignored.
+            """
             tensor = allocate()
             expected = torch.tensor(float(tensor.numel()), dtype=torch.float64)
             return PreparedCeiling(
@@ -239,12 +250,12 @@ class TorchCeilings:
 
         def prepare_write(budget: CallBudget) -> PreparedCeiling:
             """Prepare filling an array with a constant; its check counts elements that have another
-            value.
+            value. `budget` is ignored.
             """
             tensor = allocate()
 
             def check() -> tuple[float, float]:
-                """Fill the array with 3 and return (number of elements that are not 3, bound 0)."""
+                """Fill the array with 3 and return (how many elements are not 3, bound 0)."""
                 tensor.fill_(3.0)
                 return float((tensor != 3.0).sum()), 0.0
 
@@ -252,12 +263,12 @@ class TorchCeilings:
 
         def prepare_copy(budget: CallBudget) -> PreparedCeiling:
             """Prepare a copy from one device array to another; its check counts elements that
-            differ.
+            differ. Its amount is twice the array: read and written. `budget` is ignored.
             """
             source, target = allocate(), torch.zeros(size // 4, device=self.torch_device)
 
             def check() -> tuple[float, float]:
-                """Copy once and return (number of elements that differ, bound 0)."""
+                """Copy the array once and return (how many elements differ, bound 0)."""
                 target.copy_(source)
                 return float((target != source).sum()), 0.0
 
@@ -271,8 +282,8 @@ class TorchCeilings:
             yield CeilingRow("memory", name, None, "B/s", prepare)
 
     def _free_bytes(self) -> int:
-        """Return the free memory of the device in bytes. Of a CPU, the host's available memory
-        divided by the number of ranks.
+        """Return the free memory of this rank's device in bytes, now. Of a CPU, the host's
+        available memory divided by the number of ranks.
         """
         if self.torch_device.type == "cpu":
             return int(psutil.virtual_memory().available) // self.framework.world
@@ -280,9 +291,11 @@ class TorchCeilings:
         return int(module.mem_get_info(self.torch_device)[0])
 
     def _measure_capacity(self, budget: CallBudget) -> PreparedCeiling:
-        """Return the bytes that one process can allocate on the device: what the device class says,
-        otherwise found by allocating chunks of 1 GiB to 16 MiB until refused, all of which are
-        freed again. The result is never called.
+        """Measure how much memory one process can allocate on the device, and return it as the
+        `amount`, in bytes, of a row that is never called; `detail` has `how` it was found.
+
+        It is what the device class's `capacity` says, otherwise found by allocating chunks of 1
+        GiB, 128 MiB and 16 MiB until refused, all of which are freed again. `budget` is ignored.
         """
         known_capacity = self.device.capacity() if hasattr(self.device, "capacity") else None
         if known_capacity is not None:
@@ -308,14 +321,15 @@ class TorchCeilings:
         )
 
     def _host_copy_rows(self, quick: bool) -> Iterator[CeilingRow]:
-        """Yield rows for copies between host and device in both directions, from pageable and from
-        pinned host memory: 1 GiB, quick 128 MiB.
+        """Yield four rows for copies between host and device: both directions, from or to pageable
+        and pinned host memory, of 1 GiB (quick: 128 MiB). Unavailable if the device lacks `copies`.
         """
         size = COPIED_BYTES[quick]
 
         def prepare(pinned: bool, to_host: bool, budget: CallBudget) -> PreparedCeiling:
-            """Allocate host and device arrays and prepare the copy. `to_host`: from the device to
-            the host. Copies of pinned memory do not block the host.
+            """Allocate host and device arrays and prepare the copy, from the device to the host if
+            `to_host`. The host array is pinned if `pinned`; then the copy does not block the host.
+            `budget` is ignored.
             """
             host = torch.arange(size // 4, dtype=torch.int32)
             host = host.pin_memory() if pinned else host
@@ -339,9 +353,9 @@ class TorchCeilings:
 
 
 def _fit_to_budget(shape: Matmul, budget: CallBudget, shrinks: bool) -> Matmul:
-    """Return the shape, with fewer rows (m halved, at least 64) if `shrinks` and one call would
-    exceed the budget. Raises UnavailableError if it still exceeds it. Without a known rate the
-    shape is returned unchanged.
+    """Return the matmul's shape, with fewer rows (m halved, not below 64) if `shrinks` and one call
+    would exceed the budget. Raises UnavailableError if it still exceeds it. Without a known rate
+    the shape is returned unchanged.
     """
     if budget.max_amount is None:
         return shape
@@ -352,6 +366,6 @@ def _fit_to_budget(shape: Matmul, budget: CallBudget, shrinks: bool) -> Matmul:
     if fitting.flops > budget.max_amount:
         reduced = f" even with {rows} rows" if rows < shape.m else ""
         raise UnavailableError(
-            f"not tried: one call{reduced} would take more than {budget.call_s:g} s here"
+            f"not run: one call{reduced} would take more than {budget.call_s:g} s here"
         )
     return fitting

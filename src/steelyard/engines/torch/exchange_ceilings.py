@@ -20,16 +20,17 @@ from steelyard.plan.ceiling_shapes import (
     get_bus_factor,
 )
 
-ONE_DEVICE = "one device has nobody to exchange with; try --devices 2"
+ONE_DEVICE = "needs at least two devices; try --devices 2"
 _dist: Any = dist  # untyped in parts, which parts depends on the version
 
 
 def exchange_rows(
     framework: TorchFramework, lacks: Mapping[str, str], quick: bool
 ) -> Iterator[CeilingRow]:
-    """Yield a row for copies to the next device and one for each collective and message size. All
-    ranks run them together. With one rank every row is unavailable; `lacks` may give a reason
-    against device-to-device copies (key `peers`).
+    """Yield rows of `steelyard spec`: one for copies to the next device, and one for each
+    collective and message size (1 MiB to 1 GiB, `quick`: 1 and 16 MiB). All ranks run them
+    together. With one rank every row is unavailable; `lacks` may give a reason against
+    device-to-device copies (key `peers`).
     """
     reason = ONE_DEVICE if framework.world == 1 else None
     sizes = QUICK_COLLECTIVE_BYTES if quick else COLLECTIVE_BYTES
@@ -57,7 +58,8 @@ def _prepare_peer_copy(
     framework: TorchFramework, size_bytes: int, budget: CallBudget
 ) -> PreparedCeiling:
     """Prepare a copy of `size_bytes` from this rank's device to the next one of the host (the last
-    one copies to device 0). All ranks copy at once.
+    one copies to device 0), on which the target is allocated. All ranks copy at once. `budget` is
+    ignored.
     """
     own_device = framework.device.torch_device
     next_device = torch.device(own_device.type, ((own_device.index or 0) + 1) % framework.world)
@@ -69,12 +71,13 @@ def _prepare_peer_copy(
 def prepare_copy(
     source: Tensor, target: Tensor, size_bytes: int, non_blocking: bool
 ) -> PreparedCeiling:
-    """Return a copy of `source` to `target` that is ready to be timed; its check copies once and
-    compares every number.
+    """Return a copy of `source` to `target`, of `size_bytes`, that is ready to be timed; with
+    `non_blocking` the host does not wait for it. Its check copies once and compares every number on
+    the host: error 0 or 1, bound 0.
     """
 
     def check() -> tuple[float, float]:
-        """Copy once and return (0 if all numbers are equal else 1, bound 0)."""
+        """Copy `source` to `target` and return (0.0 if all numbers are equal else 1.0, 0.0)."""
         target.copy_(source)
         return (0.0 if torch.equal(target.cpu(), source.cpu()) else 1.0), 0.0
 
@@ -100,10 +103,10 @@ def _prepare_collective(
     framework: TorchFramework, name: Collective, size_bytes: int, budget: CallBudget
 ) -> PreparedCeiling:
     """Prepare a collective on fp32 messages of about `size_bytes`, rounded down to a multiple of
-    the ranks.
+    the ranks; `budget` is ignored.
 
     Its amount is the bytes on the bus, as nccl-tests counts them; rank r sends r + 1 in all
-    numbers, so that the result is known.
+    numbers, so that its check knows the result. All ranks must call both together.
     """
     world = framework.world
     device, numbers = framework.device.torch_device, size_bytes // 4 // world * world
@@ -117,7 +120,9 @@ def _prepare_collective(
     )
 
     def call() -> None:
-        """Run the collective once; an all-reduce is in place."""
+        """Run the collective `name` once, from `sent` to `received`; an all-reduce is in place in
+        `sent`.
+        """
         # in place: after the check all numbers are 0, or they would grow with every call
         if name == "all_reduce":
             _dist.all_reduce(sent)
@@ -130,7 +135,8 @@ def _prepare_collective(
 
     def check() -> tuple[float, float]:
         """Run the collective once and return (largest difference from the expected numbers, bound
-        0). After an all-reduce the tensor is zeroed, so that repeated calls do not grow it.
+        0). After an all-reduce the tensor is zeroed, so that repeated calls do not grow it; a
+        second check would find zeros.
         """
         call()
         out = sent if name == "all_reduce" else received

@@ -29,25 +29,29 @@ GRAPH_COUNTERS = {"hits": "fxgraph_cache_hit", "misses": "fxgraph_cache_miss"}
 
 
 class CompileCacheCounter:
-    """Counts cache hits and misses of Triton and TorchInductor in this process, from construction
-    on. It installs itself as Triton's compilation listener, if this Triton has one.
+    """Counts cache hits and misses of the compilers in this process: Triton's from construction on,
+    TorchInductor's since the process began. It installs itself as Triton's compilation listener, if
+    this Triton has one; `counts` returns the sums.
     """
 
     def __init__(self) -> None:
+        """Start counting from zero, and become Triton's compilation listener, process-wide, if this
+        Triton has one.
+        """
         self._kernels = {"hits": 0, "misses": 0}
         knobs = getattr(jit.triton, "knobs", None)  # which older versions of Triton do not have
         if knobs is not None:
             knobs.compilation.listener = self._count_kernel
 
     def _count_kernel(self, *, cache_hit: bool, **event: Any) -> None:
-        """Count one kernel that Triton compiled or took from its cache (Triton's listener
-        callback).
+        """Count one kernel that Triton compiled or took from its cache (Triton's listener callback,
+        called with keywords of which only `cache_hit` is read).
         """
         self._kernels["hits" if cache_hit else "misses"] += 1
 
     def counts(self) -> dict[str, int] | None:
-        """Return `hits` and `misses` of kernels and graphs added up, or None if nothing was
-        compiled.
+        """Return `hits` and `misses` of Triton's kernels and TorchInductor's graphs added up, or
+        None if nothing was compiled or loaded. Imports nothing.
         """
         # not imported in a process that has compiled nothing
         dynamo = sys.modules.get("torch._dynamo.utils")
@@ -66,16 +70,17 @@ RENDEZVOUS_TIMEOUT = timedelta(minutes=2)
 
 
 def _create_store(meet: Meeting, rank: int, world: int) -> Any:
-    """Return the torch.distributed store with which ranks find each other: a file store, or a TCP
-    store that rank 0 serves on the socket it was given.
+    """Return the torch.distributed store with which ranks find each other: a file store if `meet`
+    has a file, else a TCP store (2 minutes timeout) that rank 0 serves on the socket `listen_fd`
+    and all others connect to.
 
     torch's own rendezvous is not used: it listens on every interface and unpickles what it
-    receives. Raises ValueError if `meet` has neither a file nor an address.
+    receives. Raises ValueError if `meet` has neither a file nor an address with port.
     """
     if meet.file is not None:
         return _dist.FileStore(str(meet.file), world)
     if meet.address is None or meet.port is None:
-        raise ValueError("ranks that are told nowhere to meet")
+        raise ValueError("several ranks, but no rendezvous file or address")
     is_server = meet.listen_fd is not None and rank == 0
     return _dist.TCPStore(
         meet.address,
@@ -100,11 +105,20 @@ def random_matrix(
 
 
 class TorchFramework(DeviceFramework):
-    """The framework `torch` on one rank. Raises RequestError if the accelerator has no device class
-    for torch; turns off this package's Triton kernels for devices that do not say they run Triton.
+    """The framework `torch` on one rank, which drives the accelerator's device (a `module:Class`
+    string, constructed here as `device`).
+
+    Constructing it raises RequestError if the accelerator has no device class for torch, and turns
+    off this package's Triton kernels, for the whole process, for devices that do not say they run
+    Triton.
     """
 
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
+        """Import and construct the accelerator's device class `device` (`module:Class`) for
+        `local_rank`; `clock` is what devices without events read. Raises RequestError if `device`
+        is None. Turns off this package's Triton kernels for devices that do not run Triton, and
+        starts to count compilations.
+        """
         if device is None:
             raise RequestError(
                 "this accelerator has no device class for torch; choose another with --accelerator"
@@ -117,7 +131,8 @@ class TorchFramework(DeviceFramework):
 
     def make_deterministic(self) -> None:
         """Switch torch to deterministic algorithms, process-wide; an operation without one raises
-        when it runs. This package's kernels always add in a fixed order.
+        when it runs. Uninitialized memory is not filled. This package's kernels always add in a
+        fixed order.
         """
         torch.use_deterministic_algorithms(True)
         # Otherwise it costs a pass over memory; nothing here reads any of that.
@@ -126,23 +141,24 @@ class TorchFramework(DeviceFramework):
     def join_ranks(
         self, plan: Plan, rank: int, world: int, meet: Meeting | None
     ) -> tensor_parallel.TensorParallelGroup:
-        """Initialize torch.distributed over all ranks and return this rank's tensor-parallel group.
-        One rank alone initializes nothing and gets a group of one. Raises ValueError if several
-        ranks have no rendezvous.
+        """Initialize torch.distributed over all ranks and return this rank's tensor-parallel group;
+        blocks until all ranks are there, and sets `world`. One rank alone initializes nothing and
+        gets a group of one. Raises ValueError if several ranks have no rendezvous.
         """
         self.world = world
         if world == 1:
             return tensor_parallel.TensorParallelGroup()
         if meet is None:
-            raise ValueError("ranks that are told nowhere to meet")
+            raise ValueError("several ranks, but no rendezvous file or address")
         dist.init_process_group(
             self.device.backend, store=_create_store(meet, rank, world), rank=rank, world_size=world
         )
         return tensor_parallel.create_tensor_parallel_group(plan, rank, self.device.torch_device)
 
     def prepare_all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
-        """Prepare a sum of 1 MiB of fp32 over all ranks and return (call, size_bytes, check). Rank
-        r sends r + 1 each time, never an earlier result.
+        """Prepare a sum of 1 MiB of fp32 over all ranks and return (call, size_bytes, check). All
+        ranks run `call` together; rank r sends r + 1 each time, never an earlier result, so that
+        `check` knows the sum. Needs an initialized process group.
         """
         own_numbers = torch.full(
             (EXCHANGE_NUMBERS,), float(dist.get_rank() + 1), device=self.device.torch_device
@@ -150,17 +166,19 @@ class TorchFramework(DeviceFramework):
         out = torch.empty_like(own_numbers)
 
         def sum_once() -> None:
-            """Copy this rank's numbers into the result tensor and all-reduce it."""
+            """Copy this rank's numbers into the result tensor and all-reduce it; all ranks must
+            call it.
+            """
             out.copy_(own_numbers)
             dist.all_reduce(out)
 
         def check() -> str | None:
-            """Return None if every number of the last result is the right sum, else a text with the
-            first wrong one.
+            """Return None if every number of the last result is the sum 1 + ... + world, else a
+            text with the first wrong one. Waits for the device.
             """
             expected = self.world * (self.world + 1) / 2
             wrong = out[out != expected]
-            return None if wrong.numel() == 0 else f"{float(wrong[0])} where it must be {expected}"
+            return None if wrong.numel() == 0 else f"{float(wrong[0])} instead of {expected}"
 
         return sum_once, own_numbers.numel() * own_numbers.element_size(), check
 
@@ -175,8 +193,9 @@ class TorchFramework(DeviceFramework):
             dist.destroy_process_group()
 
     def prepare_square_matmul(self, precision: str) -> tuple[Callable[[], Any], int]:
-        """Allocate two random square matrices of the device's `matmul_shape` and return (call,
-        FLOPs). fp8 operands are quantized once, here.
+        """Allocate two random square matrices, as large as the device's `matmul_shape` says, and
+        return (call, FLOPs of a call, 2 x side³). In fp8 they are quantized once, here. Running out
+        of memory is not caught.
         """
         size, dtype = self.device.matmul_shape, get_compute_dtype(precision)
         a, b = (
@@ -192,11 +211,11 @@ class TorchFramework(DeviceFramework):
         return TorchProfiler(self.device.torch_device)
 
     def prepare_matmul(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
-        """Allocate a matmul of this shape and return (call, FLOPs), or None if the device is out of
-        memory.
+        """Allocate a matmul of this shape with random numbers and return (call, FLOPs of a call),
+        or None if the device is out of memory.
 
         In fp8 both operands are stored as the fp8 kernels need them, whatever the layout, with k
-        padded; the vocabulary matmul stays bf16.
+        padded to a multiple of 16 (the FLOPs count k itself); the vocabulary matmul stays bf16.
         """
         dtype, torch_device = get_compute_dtype(precision), self.device.torch_device
         try:
@@ -217,8 +236,8 @@ class TorchFramework(DeviceFramework):
         return lambda: torch.mm(a, b, out=out), shape.flops
 
     def compile_cache(self) -> dict[str, int] | None:
-        """Return `hits` and `misses` of Triton's and TorchInductor's caches since this object was
-        made, or None if nothing was compiled.
+        """Return `hits` and `misses` of Triton's and TorchInductor's caches in this process, added
+        up, or None if nothing was compiled.
         """
         return self._compile_cache.counts()
 

@@ -31,14 +31,13 @@ CHECKED_TOKENS = 8  # tokens on which a divided model is compared with the whole
 
 
 def make_library_config(model_type: str, config: dict[str, Any], null: list[str]) -> Any:
-    """Return the library's configuration object of a model type, from these fields; the fields in
-    `null` are set to None. Raises RequestError if the library does not know the type or rejects a
-    field.
+    """Return the library's configuration object of a model type, from the fields in `config`
+    (copied; a `model_type` among them is ignored); the fields in `null` are set to None. Raises
+    RequestError if the library does not know the type or rejects a field.
     """
     if model_type not in CONFIG_MAPPING:
         raise RequestError(
-            f"model_type {model_type!r} is none that this version of transformers has; install a"
-            " newer one"
+            f"this version of transformers has no model_type {model_type!r}; install a newer one"
         )
     # The library modifies its arguments.
     fields = deepcopy({key: value for key, value in config.items() if key != "model_type"})
@@ -52,14 +51,17 @@ def make_library_config(model_type: str, config: dict[str, Any], null: list[str]
 
 
 def config_of_model(model: AutoModel) -> Any:
-    """Return the library's configuration object of a case's model."""
+    """Return the library's configuration object of a case's model of family `auto`. Raises
+    RequestError as `make_library_config`.
+    """
     return make_library_config(model.model_type, dict(model.config), model.null)
 
 
 def make_causal_lm(config: Any, experts: str | None = None) -> Any:
     """Return a causal language model in eval mode on the current default device, with the library's
-    random weights and choice of attention. `experts` names the library's implementation of
-    mixture-of-experts layers. Raises RequestError if it cannot be built.
+    random weights and choice of attention. No code of a model's folder is run. `experts` names the
+    library's implementation of mixture-of-experts layers; None: its own choice. Raises RequestError
+    if the model cannot be built.
     """
     options = {} if experts is None else {"experts_implementation": experts}
     build: Any = AutoModelForCausalLM.from_config
@@ -73,9 +75,12 @@ def make_causal_lm(config: Any, experts: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class SplitModel:
-    """A model split in two: `base` computes hidden states from tokens, `head` logits from hidden
-    states, with all that the model does to logits. `layers` is the attribute of `owner` that holds
-    the list of layers; None if there is no such list.
+    """A causal language model of the library split in two: `base` computes hidden states from
+    tokens, `head` logits [rows, vocabulary] from hidden states [rows, hidden], with all that the
+    model does to logits. `model` is the whole.
+
+    `layers` is the name of the attribute of `owner` that holds the list of layers; None if there is
+    no such list.
     """
 
     model: Any
@@ -94,7 +99,9 @@ class _BaseStub(nn.Module):
 
 
 class _BaseOutput:
-    """The output of a base model with hidden states alone: any other attribute is None."""
+    """The output of a base model with hidden states alone, as `last_hidden_state` and item 0: any
+    other attribute or item is None.
+    """
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -109,22 +116,24 @@ class _BaseOutput:
 
 
 def split_model(model: Any, device: torch.device) -> SplitModel:
-    """Split a model into base and head. The head calls the whole model with its base replaced for
-    the time of the call.
+    """Split a model into base and head and return both with its list of layers. The head calls the
+    whole model with its base replaced for the time of the call, in place.
 
     Raises RequestError if base and head are not separate, the two together do not compute what the
-    model computes, or tokens see later ones; a trial run on 8 tokens checks this.
+    model computes, or tokens see later ones; a trial run on 8 tokens on `device` checks this.
     """
     base, name = model.base_model, model.base_model_prefix
     if base is model or not hasattr(model, name):
         raise RequestError(
-            f"{type(model).__name__}: its layers and its head are not apart; engine transformers"
-            " needs that"
+            f"{type(model).__name__}: its base model and head are not separate modules, which"
+            " engine transformers needs"
         )
     stub = _BaseStub()
 
     def head(hidden: Tensor) -> Tensor:
-        """Return the logits [rows, vocabulary] of hidden states [rows, hidden]."""
+        """Return the logits [rows, vocabulary] of hidden states [rows, hidden]. During the call the
+        model's base is replaced by a stub, so it must not be called from two threads.
+        """
         setattr(model, name, stub)
         try:
             logits: Tensor = model(inputs_embeds=hidden[None], use_cache=False).logits[0]
@@ -140,8 +149,9 @@ def split_model(model: Any, device: torch.device) -> SplitModel:
 def _check_split(
     model: Any, base: Any, head: Callable[[Tensor], Tensor], device: torch.device
 ) -> None:
-    """Run the model and its two halves on 8 tokens; raise RequestError if logits differ, or hidden
-    states of earlier tokens change with the last one (it is not causal).
+    """Run the model and its two halves on 8 tokens; raise RequestError if logits of
+    `head(base(tokens))` differ from the model's by more than 1e-4 (relative and absolute), or
+    hidden states of earlier tokens change with the last one (it is not causal).
     """
     tokens = (
         torch.arange(3, 3 + CHECKED_TOKENS, device=device)[None]
@@ -156,8 +166,7 @@ def _check_split(
         split_logits = head(hidden)
     if not torch.allclose(hidden[:-1], changed[:-1], rtol=1e-4, atol=1e-4, equal_nan=True):
         raise RequestError(
-            f"{type(model).__name__}: tokens see those behind them, so it is no causal language"
-            " model"
+            f"{type(model).__name__}: tokens see later tokens: it is not a causal language model"
         )
     if whole_logits.shape != split_logits.shape or not torch.allclose(
         whole_logits, split_logits, rtol=1e-4, atol=1e-4, equal_nan=True
@@ -169,8 +178,8 @@ def _check_split(
 
 
 def _find_layers(base: nn.Module, count: int) -> tuple[Any, str | None]:
-    """Find the module list with `count` entries, and return (module that has it, attribute name);
-    (base, None) if there is none.
+    """Find the first module list with `count` entries inside the base, and return (module that has
+    it, attribute name); (base, None) if there is none.
     """
     for module in base.modules():
         for name, child in module.named_children():
@@ -181,8 +190,9 @@ def _find_layers(base: nn.Module, count: int) -> tuple[Any, str | None]:
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """The size of a model: number of parameters, and forward FLOPs per token, per pair of tokens
-    (attention), and per token's logits.
+    """The size of a model: number of parameters, and forward FLOPs per token without attention over
+    pairs (`token_flops`), per pair of tokens (`pair_flops`, attention), and per token whose logits
+    are computed (`logit_flops`).
     """
 
     parameters: int
@@ -192,11 +202,12 @@ class ModelCounts:
 
 
 def count_model(config: Any) -> ModelCounts:
-    """Count parameters and forward FLOPs of a model by torch's counter on meta tensors.
+    """Count parameters and forward FLOPs of a model of this library configuration by torch's
+    counter on meta tensors; nothing is allocated.
 
     Attention is counted over the whole square of pairs; of experts, those that a token is routed
-    to. Raises RequestError if FLOPs are not a·T + b·T² in the number of tokens T, or cannot be
-    counted.
+    to. Raises RequestError if the model cannot be built, its FLOPs are not a·T + b·T² in the number
+    of tokens T (tried with 16, 32 and 48), or cannot be counted.
     """
     with torch.device("meta"):
         model = make_causal_lm(config, experts="batched_mm")
@@ -207,7 +218,8 @@ def count_model(config: Any) -> ModelCounts:
     token = forwards[0] // one - pair * one
     if remainder or [token * tokens + pair * tokens**2 for tokens in COUNTED_TOKENS] != forwards:
         raise RequestError(
-            f"{type(model).__name__}: FLOPs of {COUNTED_TOKENS} tokens are {forwards}, which is not a·T +"
+            f"{type(model).__name__}: FLOPs of {COUNTED_TOKENS} tokens are {forwards}, which is not"
+            " a·T +"
             " b·T²"
         )
     logits = model.get_output_embeddings()
@@ -217,8 +229,9 @@ def count_model(config: Any) -> ModelCounts:
 
 
 def _run_base(base: Any, tokens: int) -> None:
-    """Run the base on so many meta tokens, with a full mask: making one reads values, which meta
-    tensors do not have. Models that reject such a mask get none.
+    """Run the base on one sequence of so many meta tokens, with a full mask: making one reads
+    values, which meta tensors do not have. Models that reject such a mask (RuntimeError, TypeError,
+    ValueError) get none. The result is dropped.
     """
     # A mask is given: making one looks at values, which meta tensors do not have. Older models take
     # no mask of pairs.
@@ -231,8 +244,8 @@ def _run_base(base: Any, tokens: int) -> None:
 
 
 def _count_flops(call: Callable[[], Any]) -> int:
-    """Return the FLOPs of a call, by torch's counter; raise RequestError if it cannot run on meta
-    tensors.
+    """Return the FLOPs of a call, by torch's counter, under inference mode; raise RequestError if
+    it cannot run on meta tensors.
     """
     try:
         with FlopCounterMode(display=False) as counter, torch.inference_mode():
@@ -247,12 +260,12 @@ def _count_flops(call: Callable[[], Any]) -> int:
 def load_auto_model(
     model: AutoModel, folder: Path | None, device: torch.device, dtype: torch.dtype, seed: int
 ) -> tuple[Any, dict[str, Any]]:
-    """Return (model on the device in `dtype`, without gradients; source of its weights for the
-    record).
+    """Return (model on the device in `dtype`, in eval mode, without gradients; source of its
+    weights for the record).
 
     Random from the seed if `folder` is None (sets torch's global seed). Otherwise read from
-    safetensors; raises RequestError if the folder is not of this model, has no safetensors, stores
-    quantized weights, or lacks tensors.
+    safetensors; raises RequestError if the folder is not of this model, has no safetensors or
+    damaged ones, stores quantized weights, or lacks tensors or has them in another shape.
     """
     if folder is None:
         torch.manual_seed(seed)
@@ -263,14 +276,14 @@ def load_auto_model(
     if not any((folder / name).is_file() for name in (hf_config.SINGLE_NAME, hf_config.INDEX_NAME)):
         raise RequestError(
             f"{folder}: engine transformers reads a model of type {model.model_type!r} from"
-            " safetensors alone; convert it with transformers' save_pretrained"
+            " safetensors files only; convert it with transformers' save_pretrained"
         )
     shards = hf_checkpoint.read_weights_files(folder)
     for tensor in (tensor for shard in shards for tensor in shard.tensors.values()):
         if tensor.name.endswith("weight") and tensor.dtype not in PLAIN_DTYPES:
             raise RequestError(
-                f"{folder}: {tensor.name} is stored in {tensor.dtype}, allowed: {', '.join(PLAIN_DTYPES)}; give"
-                " plain ones"
+                f"{folder}: {tensor.name} is stored in {tensor.dtype}, allowed:"
+                f" {', '.join(PLAIN_DTYPES)}; give weights that are not quantized"
             )
     read: Any = AutoModelForCausalLM.from_pretrained
     options = {
@@ -284,7 +297,8 @@ def load_auto_model(
         if info.get(problem):  # the library fills such tensors with random numbers, and goes on
             first = min(map(str, info[problem]))
             raise RequestError(
-                f"{folder}: {problem.replace('_', ' ')}: {first}; give a complete folder of this model"
+                f"{folder}: {problem.replace('_', ' ')}: {first}; give a complete folder of this"
+                " model"
             )
     tensors = [
         (tensor.name, tensor.dtype, list(tensor.shape))

@@ -41,23 +41,31 @@ ATTENTION: dict[str, list[SDPBackend] | None] = {
 
 
 class TransformersScore(ScoringLoop):
-    """The engine for both kinds of scoring work: the common scoring loop over padded batches with a
-    `TransformersScorer`.
+    """The engine `transformers` for both kinds of scoring work: the common scoring loop over padded
+    batches with a `TransformersScorer`. Raises RequestError for division open, packed batching, and
+    an unknown attention backend.
     """
 
     def __init__(self, job: Job) -> None:
+        """Plan this replica's padded batches and check `tune.attention`; the model is loaded by
+        `prepare`.
+        """
         batches = plan_padded_batches(job, "transformers")
         super().__init__(job, TransformersScorer(job), batches)
 
 
 class TransformersScorer(Scorer):
-    """A model of the library on one rank, as the scoring loop uses it. Raises RequestError if
-    `tune.attention` is not one of the SDPA backends in ATTENTION.
+    """A model of the library on one rank, as the scoring loop uses it (`load`, `use`, `to_device`,
+    `hidden`, `logits`). `model` is set by `load`. Constructing it raises RequestError if
+    `tune.attention` is neither `auto` nor one of the SDPA backends in ATTENTION.
     """
 
     model: SplitModel
 
     def __init__(self, job: Job) -> None:
+        """Store the job and choose the SDPA backend: that of `tune.attention`, or torch's own
+        preference for `auto`. Raises RequestError for an unknown one.
+        """
         self.job, tune = job, job.case.tune
         self.device: torch.device = job.device.torch_device
         self.attention = "sdpa" if tune.attention == "auto" else tune.attention
@@ -72,19 +80,24 @@ class TransformersScorer(Scorer):
 
     @property
     def compiles(self) -> bool:  # type: ignore[override]
-        """Return whether the model has a list of layers that can be compiled one by one; false
-        before `load`.
+        """Return whether the scorer's model has a list of layers that can be compiled one by one;
+        false before `load`.
         """
         return len(self.plain_layers) > 0
 
     def load(self) -> dict[str, Any]:
-        """Build the model with its weights and return their source, for the record."""
+        """Build the scorer's model with its weights, by the loader of its family (`llama` or
+        `auto`), and return their source for the record. Sets `model` and `plain_layers`. Raises
+        RequestError if the weights are not of this model.
+        """
         self.model, source = LOADERS[self.job.case.question.model.family](self)
         self.plain_layers = getattr(self.model.owner, self.model.layers or "", nn.ModuleList())
         return source
 
     def use(self, compiled: bool) -> None:
-        """Put compiled layers (made at the first such call) or the plain ones into the model."""
+        """Put compiled layers (torch.compile with dynamic sizes, made at the first such call and
+        kept) or the plain ones into the scorer's model, in place.
+        """
         if compiled and self.compiled_layers is None:
             layers: list[Any] = [torch.compile(layer, dynamic=True) for layer in self.plain_layers]
             self.compiled_layers = nn.ModuleList(layers)
@@ -95,12 +108,15 @@ class TransformersScorer(Scorer):
         )
 
     def to_device(self, batch: PaddedBatch) -> Tensor:
-        """Copy the padded tokens [prompts, length] to the device without waiting."""
+        """Copy the padded tokens of a batch to the device without waiting, and return them:
+        [prompts, length].
+        """
         return send_array(batch.tokens, self.device)
 
     def hidden(self, inputs: Tensor, pick: Tensor) -> Tensor:
-        """Return the last hidden states at the picked tokens of all rows end to end, computed with
-        the chosen SDPA backend.
+        """Return the last hidden states (after the final norm) at the tokens `pick`, indices into
+        all rows end to end with their padding: [picked, hidden]. Computed with the chosen SDPA
+        backend and without a mask.
         """
         backends = ATTENTION[self.attention]
         with sdpa_kernel(backends) if backends else contextlib.nullcontext():
@@ -112,20 +128,23 @@ class TransformersScorer(Scorer):
         return self.model.head(hidden)
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return all parameters of the model."""
+        """Return all parameters of the scorer's model."""
         parameters: Iterable[Tensor] = self.model.model.parameters()
         return parameters
 
     def details(self) -> dict[str, Any]:
-        """Return the attention backend and, of a model of family `auto`, its class and how FLOPs
-        were counted.
+        """Return, for the record, `attention`, the SDPA backend; of a model of family `auto`
+        instead the library's implementation of attention, and also its `class` and how `flops` were
+        counted.
         """
         return {"attention": self.attention, **self.auto_details}
 
 
 def _load_llama(scorer: TransformersScorer) -> tuple[SplitModel, dict[str, Any]]:
-    """Return (the library's Llama on the device, source of its weights). Weights are the same as
-    every engine's: made or read and checked by this package's loader, then copied over.
+    """Return (the library's Llama on the device split into base and head, for hidden states and
+    logits; source of its weights for the record). Weights are the same as every engine's: made or
+    read and checked by this package's loader, which raises RequestError, then copied over. Both
+    copies are on the device for a while; ours is freed.
     """
     job, device = scorer.job, scorer.device
     question = job.case.question
@@ -146,17 +165,19 @@ def _load_llama(scorer: TransformersScorer) -> tuple[SplitModel, dict[str, Any]]
 
 
 def _load_auto(scorer: TransformersScorer) -> tuple[SplitModel, dict[str, Any]]:
-    """Return (the library's own model with its own loader, source of its weights). Raises
-    RequestError if FLOPs or parameters counted here differ from what the case says. Sets
-    `scorer.auto_details`, details for the record.
+    """Return (a model of family `auto`, loaded by the library itself and split into base and head;
+    source of its weights for the record). Sets `scorer.auto_details`, details for the record.
+
+    Raises RequestError if FLOPs or parameters counted here differ from what the case says, the
+    folder's weights do not fit, or the model cannot be split.
     """
     question = scorer.job.case.question
     counted = asdict(auto_model.count_model(auto_model.config_of_model(question.model)))
     for name, value in counted.items():
         if getattr(question.model, name) != value:
             raise RequestError(
-                f"question.model.{name} is {getattr(question.model, name)}, and of this model"
-                f" {value} are counted here; make the case again with steelyard case new"
+                f"question.model.{name} is {getattr(question.model, name)}, but {value} were"
+                " counted here; create the case again with steelyard case new"
             )
     dtype = DTYPES[question.precision.weights]
     model, source = auto_model.load_auto_model(
@@ -175,7 +196,9 @@ LOADERS = {"llama": _load_llama, "auto": _load_auto}
 
 
 def make_transformers_config(model: LlamaModel | GlmModel) -> PretrainedConfig:
-    """Return the library's configuration of a case's model, with SDPA attention."""
+    """Return the library's configuration of a case's Llama, of the model type that fits its
+    variants, with SDPA attention. Raises TypeError for a GLM.
+    """
     fields = make_hf_config(llama_weights.get_llama_shape(model))
     library_config: PretrainedConfig = AutoConfig.for_model(
         fields.pop("model_type"), **fields, attn_implementation="sdpa"
@@ -184,8 +207,8 @@ def make_transformers_config(model: LlamaModel | GlmModel) -> PretrainedConfig:
 
 
 def _restore_buffers(model: nn.Module) -> None:
-    """Compute the rotary frequencies again, in place: they are in no checkpoint, and `to_empty`
-    left them without values.
+    """Compute the rotary frequencies of a model again, by replacing each module that has
+    `inv_freq`, in place: they are in no checkpoint, and `to_empty` left them without values.
     """
     for name, module in list(model.named_modules()):
         if hasattr(module, "inv_freq"):

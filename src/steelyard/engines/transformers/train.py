@@ -56,22 +56,29 @@ class RowsMicroBatch(MicroBatch):
 
 
 class SegmentedRows(RowBatches):
-    """Rows of one length as micro-batches that know whether they need a mask."""
+    """Makes micro-batches of rows of one length (padded, several segments to a row) that know
+    whether they need a mask: `to_device` returns `RowsMicroBatch`.
+    """
 
     def to_device(self, pack: RowPack) -> RowsMicroBatch:
-        """Copy a pack to the device; `begins_rows` is true if every learned token's segment begins
-        its row.
+        """Return a pack of rows copied to the device, without waiting; `begins_rows` of the result
+        is true if the segment of every learned token begins its row, so that plain causal attention
+        is right.
         """
         begins_row = pack.positions[pack.pick] == pack.pick % self.length
         return RowsMicroBatch(**vars(super().to_device(pack)), begins_rows=bool(begins_row.all()))
 
 
 class TransformersTrain(TrainingLoop):
-    """The engine for work `train_rows`: the common training loop with the library's Llama, on one
-    device or sharded by FSDP over many. Raises RequestError for settings that it cannot do.
+    """The engine `transformers` for work `train_rows`: the common training loop with the library's
+    Llama, on one device or sharded by FSDP over many, and the held-out loss before and after.
+    Raises RequestError for an attention kernel, recomputation or sharding that it cannot do.
     """
 
     def __init__(self, job: Job) -> None:
+        """Choose the attention kernel, FSDP if there are several replicas, and batches of padded
+        rows; the model is built by `prepare`. Raises RequestError for what the engine cannot do.
+        """
         kernel = choose_transformers_attention(job)
         fsdp = FsdpSharding(job) if job.plan.dp > 1 else None
         placement = SingleDevicePlacement() if fsdp is None else fsdp.placement()
@@ -82,8 +89,8 @@ class TransformersTrain(TrainingLoop):
 
 def choose_transformers_attention(job: Job) -> str:
     """Return `sdpa` for `auto`, else the attention kernel that `tune.attention` names. Raises
-    RequestError if it is unknown, has wrong gradients or no window that the model needs, and for
-    selective recomputation.
+    RequestError if it is unknown, has wrong gradients (`cudnn`) or lacks a window that the model
+    needs (`sdpa` has windows), and for selective recomputation.
     """
     tune = job.case.tune
     kernel = "sdpa" if tune.attention == "auto" else tune.attention
@@ -101,16 +108,21 @@ def choose_transformers_attention(job: Job) -> str:
 
 
 class FsdpSharding:
-    """Shards the layers of the library's model by FSDP over all devices, as its users do. Raises
-    RequestError unless `tune.sharding` is set for all replicas. Creates a device mesh, so all ranks
-    must construct it.
+    """Shards the layers of the library's model by FSDP over all devices, as its users do: `shard`
+    divides a model, `placement` is what the trainer uses. Constructing it raises RequestError
+    unless `tune.sharding` is set, for all replicas together, and creates a device mesh, so all
+    ranks must.
     """
 
     def __init__(self, job: Job) -> None:
+        """Check the tune, and create a device mesh over all replicas (all ranks together). Raises
+        RequestError without `tune.sharding`, or if `tune.sharding_degree` is less than all
+        replicas.
+        """
         tune, precision = job.case.tune, job.case.question.precision
         if not tune.sharding or get_shard_degree(job.case, job.plan.dp) != job.plan.dp:
             raise RequestError(
-                "engine transformers divides what it holds among all its devices; add --set"
+                "engine transformers divides the model among all its devices; add --set"
                 " tune.sharding=3 (or 1 or 2), without tune.sharding_degree"
             )
         self.device, self.sharding = job.device, tune.sharding
@@ -121,17 +133,18 @@ class FsdpSharding:
         self.mesh = init_device_mesh(job.device.torch_device.type, (job.plan.dp,))
 
     def placement(self) -> FsdpPlacement:
-        """Return the placement that the trainer uses for FSDP."""
+        """Return a new placement for the trainer: FSDP over all replicas of this run."""
         device: torch.device = self.device.torch_device
         return FsdpPlacement(self.mesh.get_group(), self.sharding, self.matmul_dtype, device)
 
     def shard(self, model: Any, master: list[Tensor] | None) -> list[nn.Module]:
-        """Shard a whole model in place, of which every rank keeps its part, and return the
-        outermost modules.
+        """Shard a whole model in place by FSDP, each layer by itself, so that every rank keeps its
+        part, and return the outermost sharded modules: `model.model` and `model.lm_head`. All ranks
+        must call it.
 
-        `master`, if given, are the trainable weights in the stored precision: they replace the
-        parameters' data, and FSDP gathers them in the precision of the matmuls. Frees cached device
-        memory.
+        `master`, if given, are the trainable weights in the stored precision, in order: they
+        replace the parameters' data, and FSDP gathers them in the precision of the matmuls. Frees
+        cached device memory.
         """
         if master is not None:
             for parameter, weight in zip(
@@ -151,17 +164,20 @@ class FsdpSharding:
 
 
 class TransformersLlama(TrainableModel):
-    """The library's Llama as the trainer uses it; `fsdp` shards it, None on one device. `masked`
-    counts micro-batches that needed a mask, of `batches`.
+    """The library's Llama as the trainer uses it; `kernel` is `sdpa` or one of this package's
+    packed attention kernels, `fsdp` shards it, None on one device. `masked` counts the
+    micro-batches, of `batches`, for which SDPA needed a mask.
     """
 
     def __init__(self, job: Job, kernel: str, fsdp: FsdpSharding | None) -> None:
+        """Store the settings, with no batches counted; the model is made by `build`."""
         self.job, self.kernel, self.fsdp = job, kernel, fsdp
         self.masked = self.batches = 0
 
     def build(self) -> list[Tensor] | None:
-        """Build the model in the precision of the matmuls with the same weights as every engine's,
-        and shard it if there are several devices.
+        """Build the library's model in the precision of the matmuls with the same weights as every
+        engine's, and shard it if there are several devices. Sets `module`, `weights` (their source)
+        and, sharded, `fsdp_roots`. Raises RequestError if the checkpoint is not of this model.
 
         Returns the trainable weights in the stored precision if that is another, else None;
         sharded, None, for the shards are themselves in the stored precision. The output
@@ -201,7 +217,9 @@ class TransformersLlama(TrainableModel):
         return None
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) of all parameters that are trained."""
+        """Return (name, parameter) of all parameters of the library's model that are trained;
+        sharded, FSDP's.
+        """
         return [
             (name, parameter)
             for name, parameter in self.module.named_parameters()
@@ -209,8 +227,9 @@ class TransformersLlama(TrainableModel):
         ]
 
     def compile(self, gradient: GradientOf) -> None:
-        """Turn on full recomputation and compile the layers, the last norm and the loss, as the
-        tune says. `gradient` is not used: autograd accumulates.
+        """Turn on recomputation of whole layers (`tune.recompute=full`) and, with `tune.compile`,
+        compile the layers, the last norm and the loss of this model; sets `head`, which computes
+        the loss. `gradient` is not used: autograd accumulates.
         """
         tune = self.job.case.tune
         if tune.recompute == "full":
@@ -225,9 +244,10 @@ class TransformersLlama(TrainableModel):
         )
 
     def list_variants(self, micro: MicroBatch) -> Iterator[MicroBatch]:
-        """Yield the micro-batch with and without a mask, which are two graphs to compile: half of a
-        row's length makes a second segment. Other kernels have one form. Resets the counts of
-        masked batches afterwards.
+        """Yield a micro-batch in all forms that run different code of this model, to compile them
+        before a pass: with SDPA one that needs a mask (positions begin again at half a row's
+        length) and one that needs none; with other kernels itself. Resets `masked` and `batches`
+        when it is exhausted.
         """
         if self.kernel == "sdpa" and isinstance(micro, RowsMicroBatch):
             half = max(1, micro.layout.max_q // 2)
@@ -238,7 +258,9 @@ class TransformersLlama(TrainableModel):
         self.masked = self.batches = 0
 
     def loss(self, micro: MicroBatch) -> Tensor:
-        """Return a micro-batch's summed cross-entropy, in nats, at the learned tokens alone."""
+        """Return a micro-batch's summed cross-entropy, in nats, with an autograd graph. Logits are
+        computed at the learned tokens alone (`micro.pick`). Counts the micro-batch with SDPA.
+        """
         tokens = micro.tokens.view(-1, micro.layout.max_q)
         hidden = self.module.model(
             input_ids=tokens, use_cache=False, **self._segment_arguments(micro)
@@ -246,9 +268,10 @@ class TransformersLlama(TrainableModel):
         return self.head(self.module.lm_head, hidden.flatten(0, 1)[micro.pick], micro.targets)
 
     def _segment_arguments(self, micro: MicroBatch) -> dict[str, Any]:
-        """Return the model arguments that keep the segments of a row apart: positions, or
-        cumulative lengths for a packed kernel; none if plain causal attention is right. Counts
-        batches and masked ones with SDPA.
+        """Return the arguments by which the library's model keeps the segments of a row apart: with
+        SDPA `position_ids`, from which it makes a mask, or none if plain causal attention is right;
+        for a packed kernel positions, cumulative and longest lengths, and `kernel`. With SDPA it
+        counts `batches` and `masked`.
         """
         positions = micro.positions.view(-1, micro.layout.max_q)
         if self.kernel != "sdpa":
@@ -262,8 +285,8 @@ class TransformersLlama(TrainableModel):
         return {} if begins_rows else {"position_ids": positions}
 
     def details(self) -> dict[str, Any]:
-        """Return attention kernel, kind of block, sharding and, with SDPA, how many batches outside
-        warm-up needed a mask (`masked` of `batches`).
+        """Return, for the record, `attention` (kernel), `block` (`plain`), with FSDP `sharding`
+        and, with SDPA, how many batches outside warm-up needed a mask (`masked` of `batches`).
         """
         counts = {"masked": self.masked, "batches": self.batches} if self.kernel == "sdpa" else {}
         sharding = {} if self.fsdp is None else {"sharding": self.fsdp.sharding}
@@ -271,8 +294,8 @@ class TransformersLlama(TrainableModel):
 
 
 def _loss_of_hidden(output: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Return the summed cross-entropy, in fp32 at least, of the output layer's logits for hidden
-    states [targets, hidden].
+    """Return the summed cross-entropy in nats, computed in fp32 at least, of the output layer's
+    logits for hidden states [targets, hidden]; `targets` [targets] are the right tokens.
     """
     logits = output(hidden)
     wide = logits.float() if logits.dtype.itemsize < torch.float32.itemsize else logits
@@ -294,9 +317,12 @@ def _packed_attention(
     sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention by one of this package's packed kernels; called by the library through its
-    AttentionInterface. Takes [rows, heads, length, D] and returns [rows, length, heads, D] and no
-    weights. The library makes no mask for names that it does not know.
+    """Compute causal attention, with the model's sliding window if it has one, by this package's
+    packed kernel of name `kernel`; called by the library through its AttentionInterface. Takes
+    [rows, heads, length, D] and returns ([rows, length, heads, D], None for weights).
+
+    Segments are given by cumulative lengths over all rows end to end; `attention_mask` is ignored,
+    for the library makes none for names that it does not know.
     """
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     rows = PackedLayout(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
