@@ -209,7 +209,7 @@ def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
         "put tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt beside the"
         " weights or the data, or name it with --tokenizer"
     )
-    assert get_load_error() == f"no tokenizer found (looked in: nowhere); {advice}"
+    assert get_load_error() == f"no tokenizer found (looked in: no folder); {advice}"
     other_file = tmp_path / "notes.md"
     other_file.write_text("x")
     assert (

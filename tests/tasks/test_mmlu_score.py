@@ -210,7 +210,7 @@ def test_outputs_whose_tokens_contradict_their_hits_are_refused(
 
 def test_a_token_id_out_of_range_is_refused() -> None:
     for token in (-1, 1 << 31):
-        with pytest.raises(ValueError, match="a token in best beyond 0 to 2147483647"):
+        with pytest.raises(ValueError, match="a token in best outside 0 to 2147483647"):
             score.check_choice_answers({**RANK_0, "best": [10, token, 11]}, NO_PASSES)
 
 

@@ -38,8 +38,9 @@ class Tokenizer(Protocol):
 
 
 class WordPieces(Tokenizer, Protocol):
-    """A tokenizer that adds nothing around a text, and has the ids of BERT's special tokens [CLS],
-    [PAD] and [MASK] as `cls`, `pad` and `mask`.
+    """A tokenizer (`Tokenizer`: `encode`, `source`, `vocab`, `sha256`, `end`) whose `encode` adds
+    nothing around a text, and that has the ids of BERT's special tokens [CLS], [PAD] and [MASK] as
+    `cls`, `pad` and `mask`.
     """
 
     cls: int
@@ -93,8 +94,10 @@ _ANSWERS = (" A", " B", " C", " D")
 
 
 class JsonTokenizer:
-    """A tokenizer from a Hugging Face `tokenizer.json`, without padding or truncation. Its `end` is
-    the `eos_token` that a `tokenizer_config.json` beside it names; None if that names none.
+    """A `Tokenizer` from a Hugging Face `tokenizer.json`, without padding or truncation; `encode`
+    adds what the file's post-processor adds. `source` is the file's name, `vocab` the highest id +
+    1 (added tokens included). `end` is the id of the `eos_token` that a `tokenizer_config.json`
+    beside it names; None if there is none, or it is not in the vocabulary.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,8 +130,9 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A tokenizer from a SentencePiece model file. It puts the beginning-of-sequence token first if
-    the model has one; its `end` is the model's end-of-sequence token, or None.
+    """A `Tokenizer` from a SentencePiece model file; `source` is its name, `vocab` its number of
+    pieces. `encode` puts the beginning-of-sequence token first if the model has one, and adds no
+    end; `end` is the model's end-of-sequence token, or None.
     """
 
     def __init__(self, path: Path) -> None:
@@ -417,7 +421,9 @@ def load_tokenizer(paths: list[Path]) -> Tokenizer:
 
 
 def has_tokenizer(paths: list[Path]) -> bool:
-    """Return whether `load_tokenizer` would find a file in these paths, without reading it."""
+    """Return whether `load_tokenizer` would find a file in these paths (files, or folders searched
+    themselves and in their `tokenizer/`), without reading it: it may still be malformed.
+    """
     return any(
         path.is_file() for start in paths for path, _ in _iterate_candidates(start, TOKENIZER_FILES)
     )
@@ -434,9 +440,13 @@ def load_word_pieces(paths: list[Path]) -> WordPieces:
 def _load_first(
     paths: list[Path], loaders: Mapping[str, Callable[[Path], Kind]], file_names: str
 ) -> Kind:
-    """Return the first tokenizer file that exists in `paths`, loaded with the class that `loaders`
-    gives for its name. Raises RequestError if there is none (`file_names` says what to put there),
-    or it is too large or malformed; later ones are then not tried.
+    """Load the first tokenizer file that exists in `paths` and return it. Each path is a file, or a
+    folder that is searched itself and then in its `tokenizer/`, in the order of `loaders`, which
+    maps file names to the classes that load them; a file of another name is loaded by its suffix.
+
+    A path without such a file is passed over. Raises RequestError if none has one (`file_names`
+    says what to put there), or if the one found is too large or malformed; later ones are then not
+    tried.
     """
     for start in paths:
         for path, loader in _iterate_candidates(start, loaders):
@@ -446,7 +456,7 @@ def _load_first(
                         f"{path}: {path.stat().st_size} bytes; the limit is {MAX_TOKENIZER_BYTES}"
                     )
                 return loader(path)
-    searched = ", ".join(str(start) for start in paths) or "no folder to search"
+    searched = ", ".join(str(start) for start in paths) or "no folder"
     raise RequestError(
         f"no tokenizer found (looked in: {searched}); put {file_names} beside the weights or the"
         " data, or"
