@@ -155,7 +155,7 @@ def test_file_of_another_rank_is_reported(ended: FinishedRun) -> None:
     assert (
         ended.again(1, ended.texts[0])
         .reasons[0]
-        .text.endswith("cannot be read: it is that of rank 0")
+        .text.endswith("cannot be read: it is the file of rank 0")
     )
 
 

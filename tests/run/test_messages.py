@@ -36,12 +36,12 @@ def test_message_round_trips_through_one_line() -> None:
 @pytest.mark.parametrize(
     "raw,why",
     [
-        (encode_line(kind="stop", token="b" * 32), "another token"),
-        (encode_line(kind="stop"), "another token, or none"),
-        (encode_line(kind="stop", token=7), "another token"),
-        (b"Welcome to host north!\n", "no JSON"),
-        (b"[1, 2]\n", "another token, or none"),
-        (b"[" * 100_000 + b"\n", "no JSON"),
+        (encode_line(kind="stop", token="b" * 32), "the token is wrong"),
+        (encode_line(kind="stop"), "the token is wrong or missing"),
+        (encode_line(kind="stop", token=7), "the token is wrong"),
+        (b"Welcome to host north!\n", "not JSON"),
+        (b"[1, 2]\n", "the token is wrong or missing"),
+        (b"[" * 100_000 + b"\n", "not JSON"),
         (encode_line(kind="reboot", token=TOKEN), "kind"),
         (encode_line(kind="stop", token=TOKEN, command="rm"), "command"),
         (encode_line(kind="ping", token=TOKEN, sent_s="soon"), "sent_s"),

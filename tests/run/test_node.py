@@ -151,15 +151,15 @@ def test_pings_are_answered_with_the_clock(agent: Agent) -> None:
 @pytest.mark.parametrize(
     "line,why",
     [
-        (messages.encode_message(PingMessage(token="d" * 32, sent_s=0.0)), b"another token"),
-        (b"start everything\n", b"no JSON"),
+        (messages.encode_message(PingMessage(token="d" * 32, sent_s=0.0)), b"the token is wrong"),
+        (b"start everything\n", b"not JSON"),
         (
             messages.encode_message(StartMessage(token=TOKEN, run={}, world=1)).replace(
                 TOKEN.encode(), b""
             ),
             b"token",
         ),
-        (messages.encode_message(make_open_message()), b"open was not expected now"),
+        (messages.encode_message(make_open_message()), b"unexpected message open"),
     ],
 )
 def test_message_without_the_runs_token_ends_the_agent(
@@ -178,7 +178,7 @@ def test_message_without_the_runs_token_ends_the_agent(
 def test_start_before_open_is_refused(agent: Agent) -> None:
     agent.send(StartMessage(token=TOKEN, run={}, world=1))
     _, err = agent.process.communicate(timeout=300)
-    assert (agent.process.returncode, b"start was not expected now" in err) == (2, True)
+    assert (agent.process.returncode, b"unexpected message start" in err) == (2, True)
 
 
 def test_agent_ends_when_the_parent_is_silent(agent: Agent) -> None:

@@ -62,8 +62,12 @@ def _enable_expandable_segments() -> None:
 
 class CudaTorchDevice:
     """An NVIDIA GPU, driven by torch in a worker: implements `TorchDevice` with CUDA events,
-    allocator peaks, CUDA graphs (`recorder`) and NCCL. Constructing it makes the GPU torch's
-    current device and sets the allocator.
+    allocator peaks, Triton, CUDA graphs (`recorder`) and NCCL; `matmul_shape` is 8192,
+    `set_precision` switches TF32, `lacks` names precisions without tensor cores, `capacity` is
+    None.
+
+    Constructing it makes the GPU torch's current device and sets torch's allocator to expandable
+    segments, unless the user has set one.
     """
 
     backend = "nccl"
@@ -155,7 +159,8 @@ class CudaTorchDevice:
         """
         capability = torch.cuda.get_device_capability(self._index)
         return {
-            name: f"compute capability {capability[0]}.{capability[1]}: {name} needs {least[0]}.{least[1]}"
+            name: f"compute capability {capability[0]}.{capability[1]}: {name} needs"
+            f" {least[0]}.{least[1]}"
             for name, least in MIN_CAPABILITIES.items()
             if capability < least
         }
