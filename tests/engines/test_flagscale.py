@@ -159,7 +159,7 @@ def test_a_skipped_iteration_does_not_count_as_a_step(shell: Shell, checkout: Pa
 def test_a_hanging_program_fails_the_run(shell: Shell, checkout: Path) -> None:
     done, record = run_flagscale(shell, checkout, "--hang-after", "3", fault="hang@5")
     assert (done.code, record["status"], reason_codes(record)[0]) == (1, "failed", "hang")
-    assert "_next" in record["failure"]["stacks"]["0"]
+    assert "_read_iteration" in record["failure"]["stacks"]["0"]
 
 
 @pytest.mark.parametrize(

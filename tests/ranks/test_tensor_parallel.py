@@ -53,8 +53,8 @@ def resolve_question(case_name: str, variant: str | None = None):
 def prepare_texts(case_name: str):
     """Return the inputs that a case generates."""
     case_question = resolve_question(case_name)
-    return case_question.row.prepare(
-        case_question.asked(Sources(None, None, None), None, True, {})
+    return case_question.task_row.prepare(
+        case_question.describe_for_task(Sources(None, None, None), None, True, {})
     ).inputs
 
 

@@ -151,13 +151,13 @@ def watch():
     while not done.is_set():
         highest = max(highest, anonymous())
 
-watcher = threading.Thread(target=watch)
+watcher = threading.Thread(target=watch, daemon=True)
 watcher.start()
-model = weights.build(shape, torch.device("cpu"), torch.float32)
+model = weights.build_llama(shape, torch.device("cpu"), torch.float32)
 if way == "copied":
     from safetensors.torch import load_file
     whole = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
-weights.load(model, folder, model.shape)
+weights.load_llama(model, folder, model.shape)
 done.set()
 watcher.join()
 print(max(highest, anonymous()) - before)

@@ -305,7 +305,7 @@ def watch():
     while not done.is_set():
         highest = max(highest, anonymous())
 
-watcher = threading.Thread(target=watch)
+watcher = threading.Thread(target=watch, daemon=True)
 watcher.start()
 if sys.argv[4] == "copied":
     whole = [torch.load(path, weights_only=False) for path in Path(sys.argv[1]).rglob("*.pt")]
