@@ -72,10 +72,11 @@ def suggest_name(name: str, names: Iterable[str], label: str = "known") -> str:
 
 
 class RequestError(Exception):
-    """A request that cannot be carried out: its text is one line with the value, what is allowed,
-    and the next step.
+    """A request that cannot be carried out. Its text is one line: the value, what is allowed, and
+    the next step; `lines` are the lines to print, one unless a subclass for a file with several
+    problems returns more.
 
-    The command prints it and ends with exit code 2; no record is written.
+    The command prints them and ends with exit code 2; no record is written.
     """
 
     @property
@@ -87,8 +88,8 @@ class RequestError(Exception):
 
 
 class EngineError(RequestError):
-    """A request that this engine cannot carry out, or whose packages are not installed here;
-    another engine may be able to.
+    """A `RequestError` (exit code 2) that concerns one engine: it cannot carry the request out, or
+    its packages are not installed here; another engine may be able to.
     """
 
 
@@ -106,7 +107,9 @@ class LostError(Exception):
 
 
 class ExchangeError(Exception):
-    """Ranks cannot exchange data correctly: the sum of a test all-reduce is wrong."""
+    """Ranks cannot exchange data correctly: the sum of a test all-reduce is wrong. Raised in a
+    worker after the ranks have joined; the run then fails with reason `network`.
+    """
 
 
 def find_first_cause(error: BaseException) -> BaseException:
@@ -128,11 +131,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _says_out_of_memory(error: BaseException) -> bool:
-    """Return whether this one error says that memory ran out: a MemoryError, torch's
-    OutOfMemoryError, a text of an allocator, or of the dynamic loader that could not map a library.
+    """Return whether this one error says that memory ran out: a MemoryError, an exception named
+    OutOfMemoryError (torch's), a text of an allocator, or of the dynamic loader that could not map
+    a library.
 
-    The dynamic loader says the same about a library on a file system mounted noexec; that is not a
-    lack of memory.
+    The loader's text does not count if it says that the operation is not permitted, or if the
+    library (`error.path`) is known to lie on a file system mounted noexec: neither is a lack of
+    memory.
     """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True

@@ -34,8 +34,8 @@ FileContent = bytes | Callable[[BinaryIO], None]
 
 
 class TooLargeError(Exception):
-    """A file, or a line of it, is larger than its reader allows: `max_bytes`, counted after
-    unpacking.
+    """A file, or a line of it, is larger than its reader allows. `max_bytes` is that limit in
+    bytes, counted after unpacking gzip.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -44,8 +44,9 @@ class TooLargeError(Exception):
 
 
 class TomlLimitError(ValueError):
-    """A TOML text is nested deeper than `MAX_TOML_DEPTH`, or holds a bare key or number longer than
-    `MAX_TOML_WORD`.
+    """The ValueError that `parse_toml` raises for a text it does not parse: nested deeper than
+    `MAX_TOML_DEPTH` tables and lists, or with a bare key or number of more than `MAX_TOML_WORD`
+    characters.
     """
 
 
@@ -298,9 +299,9 @@ def sync_folder(folder: Path) -> None:
 
 def run_git(folder: Path, *arguments: str) -> str | None:
     """Run git in a folder and return its stdout without surrounding white space; None if git is
-    missing or fails (no repository), or does not answer within `GIT_TIMEOUT_S`. Nothing is raised.
+    missing or fails (no repository), or does not answer within `GIT_TIMEOUT_S`.
 
-    Variables GIT_* are not passed on, and no optional locks are taken.
+    Variables GIT_* of the environment are not passed on, and no optional locks are taken.
     """
     # Variables such as GIT_DIR, set inside a hook, would point at another repository. Reading needs
     # no lock.

@@ -21,7 +21,8 @@ MatmulLayout = Literal["nt", "nn", "tn"]
 
 
 class FrozenModel(BaseModel):
-    """A pydantic model that cannot be changed, refuses unknown keys, and refuses NaN and infinity,
+    """Base class of the pydantic models here that are written to files or sent between processes:
+    fields cannot be set after construction, unknown keys are refused, and so are NaN and infinity,
     which JSON does not have. Fields may be set by name or by alias.
     """
 
@@ -31,10 +32,10 @@ class FrozenModel(BaseModel):
 
 
 class GrownModel(FrozenModel):
-    """A frozen model that got fields after files with it were first written.
+    """A `FrozenModel` that got fields after files with it were first written.
 
-    Fields listed in `LATER` are left out when the model is serialized with None in them, so that
-    what was written before keeps its bytes and hashes.
+    A subclass names these fields in `LATER` (empty by default); those that are None are left out
+    when the model is serialized, so that what was written before keeps its bytes and hashes.
     """
 
     LATER: ClassVar[tuple[str, ...]] = ()
@@ -52,8 +53,9 @@ class GrownModel(FrozenModel):
 
 
 class ExtensibleModel(FrozenModel):
-    """A frozen model with some known fields that accepts other keys too: an accelerator, a plug-in
-    or a later version may add them. Fields that were not set are not serialized.
+    """A `FrozenModel` with some known fields that accepts other keys too, for an accelerator, a
+    plug-in or a later version may add them. Serialized are only the fields and keys that were given
+    to the constructor, not defaults.
     """
 
     model_config = ConfigDict(extra="allow")

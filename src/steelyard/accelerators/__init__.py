@@ -85,8 +85,9 @@ CPU = Accelerator(
 
 def load_accelerators() -> dict[str, Accelerator]:
     """Return all accelerators by name, shipped and of installed packages, in order of preference:
-    cuda, installed ones, and last the CPU, which every machine has. Raises RequestError if an
-    installed package's entry cannot be loaded, is no `Accelerator`, or has a name that is taken.
+    cuda, installed ones, and last the CPU, which every machine has. Imports these packages at each
+    call. Raises RequestError if an installed package's entry cannot be loaded, is no `Accelerator`,
+    or has a name that is taken.
     """
     rows = plugins.load_rows_by_name([CUDA, CPU], ENTRY_POINT_GROUP, Accelerator, "accelerator")
     return {name: row for name, row in rows.items() if row is not CPU} | {CPU.name: rows[CPU.name]}
@@ -111,7 +112,9 @@ def collect_settings(field: Callable[[Accelerator], Mapping[str, str]]) -> dict[
 
 
 def list_tune_variables() -> frozenset[str]:
-    """Return the environment variables that `tune.env` may set."""
+    """Return the names of the environment variables that `tune.env` may set, of all accelerators
+    together.
+    """
     return collect_names(lambda row: row.tune_variables)
 
 

@@ -135,16 +135,20 @@ def _read_integer(path: Path) -> int | None:
 
 
 def make_cpu_source() -> TelemetrySource:
-    """Return the telemetry source of the CPU: the resident memory of the run's processes."""
+    """Return the telemetry source of the CPU, named `cpu`: its one column `memory_bytes` is the
+    resident memory of the run's processes and their descendants.
+    """
     return TelemetrySource("cpu", ResidentMemoryReader())
 
 
 class HostDevice:
     """The device class of a CPU without a framework; CpuTorchDevice and CpuPaddleDevice inherit it
-    and add their part, such as `set_precision`. All ranks of a host share its CPUs.
+    and add their part, such as `set_precision`. All ranks of a host share its CPUs; `local_rank` is
+    ignored.
 
-    Events are readings of the host's clock, `synchronize` and `reset_memory` do nothing, `memory`
-    is the resident memory of this process, and collectives run on gloo.
+    `event` is a reading of the given clock, `synchronize` and `reset_memory` do nothing, `memory`
+    has the resident bytes of this process, `identity` the CPU's model and the host's memory,
+    `versions` only None. `backend` is gloo, `matmul_shape` 1024.
     """
 
     backend = "gloo"
@@ -191,7 +195,7 @@ class HostDevice:
 class ResidentMemoryReader:
     """Reads the resident bytes of processes and all their descendants, added up; pages that
     processes share count for each. An instance is called with process ids, as
-    `TelemetrySource.read`.
+    `TelemetrySource.read`, and returns {"memory_bytes": sum}, None if no process exists.
 
     Descendants are searched at every fifth reading only, or if the process ids change, because
     searching takes longer than reading.

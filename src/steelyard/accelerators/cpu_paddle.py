@@ -20,8 +20,9 @@ LACKS = {
 
 class CpuPaddleDevice(HostDevice):
     """A CPU, driven by Paddle in a worker: HostDevice that, when constructed, sets Paddle's device
-    and thread count (OMP_NUM_THREADS, else all CPUs that it may use). `set_precision` refuses all
-    but fp32, and `lacks` names the modes that Paddle has on GPUs alone, with reasons.
+    and thread count (OMP_NUM_THREADS, else all CPUs that it may use). `place` is cpu;
+    `set_precision` refuses all but fp32 (RequestError). `lacks` maps what Paddle has on GPUs alone
+    (`tp`, `pp`, `sharding 2`, `copies of shards`, `flash`) to the reason.
     """
 
     place = "cpu"

@@ -14,9 +14,10 @@ LACKS = {
 
 
 class CpuTorchDevice(HostDevice):
-    """A CPU, driven by torch in a worker: HostDevice with torch's device name, attention kernel
-    `rows`, no Triton, and the memory limit of its control group as `capacity`; `set_precision` only
-    refuses. `lacks` names TF32 and copies, which a CPU does not have.
+    """A CPU, driven by torch in a worker: HostDevice with `torch_device`, attention kernel `rows`,
+    no Triton, and `capacity`, the bytes that control group or host allow. `set_precision` sets
+    nothing and refuses all but fp32, fp16, bf16 and fp8 (RequestError). `lacks` says why a CPU has
+    no `tf32`, `copies` (host and device share memory) and `peers`.
     """
 
     triton = False

@@ -51,11 +51,16 @@ class _ClockEvent:
 
 
 class ReportedEvent(_ClockEvent):
-    """A point in the time that an external program reports that it took."""
+    """A point, in seconds (`time_s`), of the time that an external program reports that it took;
+    used where this package does not time the device itself. `elapsed_s(later)` refuses events of
+    another class with TypeError.
+    """
 
 
 class HostEvent(_ClockEvent):
-    """An event of a synchronous device, such as a CPU: a reading of the host's clock."""
+    """An event of a synchronous device, such as a CPU: a reading, in seconds (`time_s`), of the
+    given clock at construction. `elapsed_s(later)` refuses events of another class with TypeError.
+    """
 
     def __init__(self, clock: Clock) -> None:
         """Read the clock now."""
@@ -65,6 +70,7 @@ class HostEvent(_ClockEvent):
 class StreamEvent:
     """An event in a device's stream: wraps a framework's own event, made with timing and already
     recorded, whose `elapsed_time` is in milliseconds; the host does not wait for it.
+    `elapsed_s(later)` returns seconds, and raises TypeError for an event that is no StreamEvent.
     """
 
     def __init__(self, event: Any) -> None:

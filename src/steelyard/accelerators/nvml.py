@@ -23,9 +23,9 @@ from steelyard.words import Message
 
 @dataclass(frozen=True)
 class ClockReason:
-    """A reason why an NVIDIA device's clock is below its maximum: one bit of NVML's mask, its name
-    in records, and what it means for a run (`severity`: nothing, a note, or that the run is
-    invalid).
+    """A reason why an NVIDIA device's clock is below its maximum: `bit`, the one bit of NVML's
+    mask, `name` in records, such as sw_power_cap, and `severity`, what it means for a run:
+    `nothing`, `note`, or `invalidates`. All are in `CLOCK_REASONS`.
     """
 
     bit: int
@@ -71,11 +71,11 @@ def _import_pynvml() -> Any:
 
 def find_nvidia_devices(visible: str | None) -> list[DetectedDevice]:
     """Return the devices that a CUDA program would see if CUDA_VISIBLE_DEVICES had the value
-    `visible` (None: unset), in its order; empty without an NVIDIA driver, and for "" or "-1". NVML
-    is opened and closed again.
+    `visible` (None: unset), in its order; empty without an NVIDIA driver, and for "" or "-1", for
+    which NVML is not asked. NVML is opened and closed again.
 
     Plain indices are NVML's, which are those of CUDA_DEVICE_ORDER=PCI_BUS_ID: workers must run with
-    that set. Raises RequestError if NVML fails, or for a MIG device.
+    that set. Raises RequestError if NVML fails, or for a MIG device; ImportError without pynvml.
     """
     if visible is not None and visible.strip() in ("", "-1"):
         return []
@@ -201,8 +201,9 @@ SLOW_INTERVAL = 10
 
 
 def read_free_device_bytes(devices: list[DetectedDevice]) -> list[int | None]:
-    """Return, for each device, its memory less what is in use on it by any process, in bytes; None
-    if either is unknown. Initializes NVML, which stays open.
+    """Return, for each NVIDIA device in the given order, its memory less what is in use on it by
+    any process, in bytes; None if either is unknown. Initializes NVML, which stays open; NVML's
+    errors are raised if it cannot be initialized.
     """
     used = [source.read(())["memory_bytes"] for source in make_sources(devices)]
     return [
@@ -363,11 +364,13 @@ def _format_cuda_version(number: int) -> str:
 
 
 class NvmlReader:
-    """Reads the telemetry columns of one NVIDIA device (`TELEMETRY_CALLS`): call it for a reading,
-    as `TelemetrySource.read` does; columns that the device lacks are None.
+    """Reads the telemetry columns of one NVIDIA device (`TELEMETRY_CALLS`: memory in use, SM and
+    memory clock, power, energy, temperature, reasons for a low clock, number of compute processes):
+    call it with process ids, which it ignores, for a dict by column, as `TelemetrySource.read`.
+    Columns that the device lacks are None.
 
     The slow column `energy_j` is read at every `slow_interval`-th call only, and is None between
-    them; `read_all` reads it always, for the first and last reading.
+    them; `read_all` reads it always, for the first and last reading, and does not count as a call.
     """
 
     def __init__(self, nvml: Any, handle: Any, slow_interval: int) -> None:

@@ -26,10 +26,13 @@ def check_precision_name(name: str) -> None:
 
 class Peak(FrozenModel):
     """The dense datasheet peaks of one device: FLOP/s by precision (`flops_per_s`), and memory
-    bandwidth; a row of peaks.toml or of an accelerator. What has no public figure is missing.
+    bandwidth in B/s (`bandwidth_bytes_per_s`, None: no public figure); a row of peaks.toml or of an
+    accelerator. Precisions without a public figure are missing.
 
-    `match` are the names that drivers report for it; `memory_gib` tells devices of the same name
-    apart; `source` says where the figures are from.
+    `match` are the names that drivers report for it, `accelerator` the accelerator's name;
+    `memory_gib` tells devices of the same name apart (None: any memory); `source` says where the
+    figures are from. `is_of_device` matches name and memory (within 10 %). Validation refuses
+    unknown precisions.
     """
 
     name: str
@@ -69,7 +72,9 @@ class Peak(FrozenModel):
 
 
 class _PeakTable(FrozenModel):
-    """The whole of peaks.toml: its rows, in `peak`. Validation refuses names that are ambiguous."""
+    """The whole of peaks.toml: its rows, in `peak`. Validation raises ValueError if a device name
+    is in two rows of which one does not state its memory.
+    """
 
     peak: tuple[Peak, ...]
 

@@ -22,8 +22,8 @@ Severity = Literal["nothing", "note", "invalidates"]
 @dataclass(frozen=True)
 class DetectedDevice:
     """A device as its driver shows it, returned by `Accelerator.find`. Its position in that list is
-    the local rank of its worker; `index` is the driver's own number, `driver` the driver's version.
-    None is unknown.
+    the local rank of its worker; `index` is the driver's own number, `name` and `uuid` are the
+    driver's, `memory_bytes` is its whole memory, `driver` the driver's version. None is unknown.
     """
 
     name: str
@@ -36,12 +36,12 @@ class DetectedDevice:
 @dataclass(frozen=True)
 class TelemetrySource:
     """A device whose telemetry is read repeatedly while a run goes on; `device` is its name in the
-    record, such as cuda:0.
+    record, such as cuda:0. Made by `Accelerator.sources`.
 
     `read(pids)` is given the process ids of the run's workers on this host, and returns the
-    readings now, by column, always the same columns. It may leave a slow column None most of the
-    time; `read_all` never does, and is called for the first and last reading; if it is None, `read`
-    is.
+    readings now as a dict by column, always the same columns. It may leave a slow column None most
+    of the time; `read_all(pids)`, which reads all, is called instead for the first and last
+    reading; if it is None, `read` is.
     """
 
     device: str
@@ -164,12 +164,18 @@ class PaddleDevice(FrameworkDevice, Protocol):
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A kind of device, such as cuda or cpu, as a row: how the host finds its devices (`find`),
-    watches them (`sources`), and which class drives them in each framework (`devices`). Other
-    packages add rows through an entry point.
+    """A kind of device, such as cuda or cpu, as a row; other packages add rows through an entry
+    point. Its callables run in processes without a framework: `find` lists the devices, `sources`
+    their telemetry, `free` their free bytes, `states` their settings (for `steelyard check`, whose
+    advice by finding is `steps`), `environment(matmul precision)` variables for workers,
+    `torch_build` the runtime version that torch was built for. `devices` maps a framework to the
+    `module:Class` that a worker constructs.
 
-    All but the classes named in `devices` runs in the parent and in node agents, which import no
-    framework.
+    `divisible`: workers may share a device; `is_host`: the device is the host's CPUs; `peaks`:
+    datasheet rows; `severity`: what a reason for a low clock means for a run. `libraries`,
+    `collectives`, `packages` and `variables` are stated in records. `tune_variables` may be set by
+    `tune.env` and site files, `site_variables` by site files only; `ignored_variables` are not
+    inherited; `worker_`, `deterministic_` and `interface_variables` are set for workers.
     """
 
     name: str

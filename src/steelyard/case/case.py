@@ -24,8 +24,8 @@ AUTO_FALLBACKS = {"micro_batch": 1, "batch_tokens": 8192}
 
 
 class AccuracyGate(FrozenModel):
-    """The quality that a scoring run must reach: `metric` at most `within` away from `target` in
-    either direction, and at most `agree_within` apart between the infer and val passes.
+    """The quality that a scoring run must reach: `metric` (a name) at most `within` away from
+    `target` in either direction, and at most `agree_within` away from the same metric of pass val.
 
     It is applied only to a full run with the case's real weights. All values are in the metric's
     own unit.
@@ -38,8 +38,9 @@ class AccuracyGate(FrozenModel):
 
 
 class FallingLossGate(FrozenModel):
-    """The quality that a training run must reach: loss `metric` must end below the metric named by
-    `below`, and below `target` unless that is None.
+    """The quality that a training run must reach: loss `metric` (a name) must end below the run's
+    own value of the metric that `below` names (`loss_before`, `loss_first`), and below the number
+    `target` unless that is None.
     """
 
     metric: str
@@ -57,12 +58,18 @@ class TargetGate(FrozenModel):
 
 
 class Tune(FrozenModel):
-    """The settings that may change without changing the question: parallel plan, batch and
-    micro-batch sizes, sharding, recomputation, packing and batching, compiler, attention kernel,
-    checkpoints, determinism, warm-up, and environment variables of the workers.
+    """The settings that may change without changing the question. `parallel` is the plan (degrees
+    such as TP2DP4), `batch_tokens` the tokens of a scoring batch, `micro_batch` the training rows
+    computed together, `sharding` what `sharding_degree` replicas (None: all) shard (0 nothing, 1
+    optimizer states, 2 also gradients, 3 also weights), `distributed` whether one device runs the
+    code for several, `recompute` which activations are recomputed, `checkpoint_every` the steps
+    between checkpoints (None: none).
 
-    Sizes that a case gives as `auto` hold a fallback number here (see `AUTO_FALLBACKS`). Values of
-    `env` that hold a NUL character raise ValueError; the names of variables are checked by `Case`
+    `pack` puts several samples in a row, `batching` and `pad_to` say how prompts are batched,
+    `order` seeds it; `compile`, `attention` (kernel) and `deterministic` how it is computed;
+    `warmup` is the number of untimed batches before a pass; `env` the workers' environment
+    variables. Sizes that a case gives as `auto` hold a fallback number here (see `AUTO_FALLBACKS`).
+    Values of `env` that hold a NUL character raise ValueError; the names are checked by `Case`
     alone.
     """
 
@@ -166,8 +173,8 @@ def _check_env_names(tune: Tune) -> Tune:
 
 
 class PublishedReference(FrozenModel):
-    """A row of published results that a case names, to show beside its own: `source`, hardware
-    `config` and values by metric name.
+    """A row of published results that a case names, to show beside its own: `source` (where it was
+    published), hardware `config`, `values` by metric name (numbers or texts), and perhaps a `note`.
 
     `published_as` is the precision that the page names, `ran_as` the one that really ran.
     """
@@ -181,11 +188,17 @@ class PublishedReference(FrozenModel):
 
 
 class Case(FrozenModel):
-    """A benchmark at one size: question, default tune, quality gate and published rows. It names no
-    engine and no hardware; `resolve_case` makes it.
+    """A benchmark at one size: `question`, default `tune`, quality `gate` (None: quality is not
+    checked) and published rows (`reference`). It names no engine and no hardware; `resolve_case`
+    makes it.
 
-    Validation raises pydantic's ValidationError for unknown keys, a gate on a metric that the task
-    does not have, unknown names in `published`, and environment variables that a tune may not set.
+    `name`, `title` and `about` describe it; `size` is full or smoke; `divisions` are those it may
+    be run in; `devices` the numbers of devices on which `run smoke` shows it; `published` facts on
+    the published data set by name; `max_interval` the widest 95 % interval of the headline rate, as
+    a share of it, with which a result is valid (None: any). `compute_key` returns the question's
+    key. Validation raises pydantic's ValidationError for unknown keys, a gate on a metric that the
+    task does not have, unknown names in `published`, and environment variables that a tune may not
+    set.
     """
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,63}$")

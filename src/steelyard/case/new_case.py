@@ -33,9 +33,11 @@ class ModelDescription:
     """What a Hugging Face folder says about its model, as input for a new case; cli/model_case.py
     makes it.
 
-    `fields` are those of [question.model], `tiny_fields` the same for size smoke; `comments` are
-    texts by field name that are written beside the values; `assumed` lists sentences on what had to
-    be assumed.
+    `fields` are those of [question.model], `tiny_fields` the same for size smoke, None if no tiny
+    model could be made; `comments` are texts by field name that are written beside the values.
+    `precision` is that of the weights, for scoring, `divisions` those in which an engine runs it;
+    None: as in the template. `assumed` lists sentences on what had to be assumed; `folder_name` and
+    `files` (names of the files read) are for titles and the header.
     """
 
     folder_name: str  # the name of the folder, for titles
@@ -51,9 +53,10 @@ class ModelDescription:
 
 @dataclass(frozen=True)
 class NewCase:
-    """A new case, made by `make_case`: its name, its TOML text and table (`source`), the shipped
-    case it was made from, sentences on what was assumed, and whether its training starts from
-    random weights.
+    """A new case, made by `make_case` and in no file yet: its `name`; `source`, a CaseSource with
+    its TOML text, the parsed table and where each value came from; `template`, the name of the
+    shipped case it was made from; `assumed`, sentences on what was assumed; and `starts_random`,
+    whether its training starts from random weights (False for scoring).
     """
 
     name: str

@@ -16,11 +16,11 @@ StorageType = Literal["fp32", "fp16", "bf16"]
 
 
 class Precision(BaseModel):
-    """The number types of a run: what matmuls run in, and what weights, gradients and optimizer
-    states are stored in.
+    """The number types of a run, by a preset's `name`: what matmuls run in (`matmul`), and what
+    `weights`, `gradients` and optimizer `states` are stored in (fp32, fp16 or bf16).
 
-    `matmul` names the column of the peak table that MFU is measured against. fp8 is that of the
-    layers' weight matrices alone; everything else is then computed in bf16. `gradients` and
+    `matmul` also names the column of the peak table that MFU is measured against. fp8 is that of
+    the layers' weight matrices alone; everything else is then computed in bf16. `gradients` and
     `states` are None for scoring.
     """
 

@@ -98,10 +98,11 @@ class Problem:
 
 
 class CaseError(RequestError):
-    """The error for a case that does not validate, with all its problems. Exit code 2, as for every
-    RequestError.
+    """The error for a case that does not validate, with all its `problems` (a list of `Problem`,
+    not empty). Exit code 2, as for every RequestError.
 
-    The message is one line and names at most MAX_SHOWN problems; `problems` must not be empty.
+    The message is one line and names at most MAX_SHOWN problems; `lines` are what the command
+    prints, one per problem; `title` is `case 'NAME'`.
     """
 
     def __init__(self, case_path: str, problems: list[Problem]) -> None:
@@ -142,8 +143,9 @@ class CaseError(RequestError):
 
 @dataclass(frozen=True)
 class ValidationDetail:
-    """One of pydantic's errors: the key path where it is, its type, context and message, and the
-    value that was given.
+    """One of pydantic's errors on a case, as a dataclass: `key_path` (pydantic's loc: the keys from
+    the case down), `error_type` (such as `missing`), `context` (the numbers and names of the rule,
+    by name; may be empty), `value`, which was given, and pydantic's `message`.
     """
 
     key_path: KeyPath

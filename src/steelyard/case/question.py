@@ -57,10 +57,15 @@ def _validate_model(value: Any) -> Any:
 
 
 class Train(FrozenModel):
-    """The hyper-parameters of training with Adam: row length, global batch, steps, learning rate,
-    betas, eps, weight decay, gradient clipping, and when to evaluate. The learning rate rises
-    during `warmup_steps`, then falls from `lr` to `min_lr` until `decay_steps`. A loss above
-    `bound` ends the run.
+    """The hyper-parameters of training with Adam. `length` is the tokens per row, `batch` the
+    global batch (rows of a corpus, or samples), `steps` their number, `schedule` `cosine` or
+    `linear`: the learning rate rises during `warmup_steps`, then falls from `lr` to `min_lr` until
+    step `decay_steps`.
+
+    `beta1`, `beta2`, `eps` and `weight_decay` (on matrices, not on norms and biases) are Adam's;
+    gradients are clipped to the global norm `clip`. A loss above `bound` ends the run (None: no
+    bound). `evaluate_every` is the number of samples between two evaluations; None: only before and
+    after the steps.
     """
 
     length: int = Field(2048, ge=2, description="tokens per row")
@@ -90,12 +95,15 @@ class Train(FrozenModel):
 
 
 class Question(FrozenModel):
-    """What a case asks: kind of work, task, model, data, precision, division, seed and, for
-    training, `train`. All of it, and nothing else, goes into the key.
+    """What a case asks: `kind` of work, `task`, `model`, `data`, `precision`, `division`, `seed`
+    and, for training, `train` (None for scoring). The key is a hash of all of it and of the
+    fingerprint of the data that was read, and of no setting; fields added later are left out while
+    they have their default (case/key.py).
 
     `model` is the shape model of its family, `data` the data model of its task. `task` is stored as
     it is spelled in keys, whichever spelling was given. Validation raises ValidationError for
-    unknown kinds, tasks and families, and for parts that do not fit together.
+    unknown kinds, tasks and families, and for parts that do not fit together. `task_row` and
+    `kind_row` are the rows of task and kind.
     """
 
     kind: str  # of work: the name of a row in tasks/kind.py

@@ -21,9 +21,9 @@ ENGINE_PREFIX = "engine."  # prefix of the keys of EngineSettings
 
 
 class EngineSettings(FrozenModel):
-    """The values of `--set engine.KEY=VALUE`: where an engine is installed (`python`, the
-    interpreter of its workers; `checkout`, the folder of the program that it starts). They are
-    facts about a host, and no part of a case.
+    """The values of `--set engine.KEY=VALUE`, from `split_engine_settings`: `python`, the
+    interpreter of the engine's workers, and `checkout`, the folder of the program that the engine
+    starts; None where none was given. They are facts about a host, and no part of a case.
     """
 
     python: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")] | None = (
@@ -99,13 +99,16 @@ def split_settings_by_engine(
 
 @dataclass(frozen=True)
 class Request:
-    """One run as a command line requests it: resolved case, engine, accelerator, launcher, hosts
-    and devices per host, passes, sample, paths, limits and outputs. Nothing is checked here beyond
-    the case.
+    """One run as a command line requests it: `resolved` case, `engine` and its settings, `nodes`
+    (hosts), `devices` per host, and what follows. Nothing is checked here beyond the case.
 
-    None means the default: all passes of the task, the whole data set, random weights, generated
-    data (size smoke). Times are in seconds: a run ends when workers show no progress for `hang_s`,
-    or after `limit_s`.
+    None means the default: `passes` those of the task; `sample`, `steps`, `subjects` and `rows`
+    (ids) all; `weights` random; `data` generated (size smoke); `tokenizer` beside weights or data;
+    `accelerator` the one found; `launcher` that of the `site` file, else local; `resume` (a record
+    or a folder of checkpoints) from the beginning. `out` is the folder of records. A run ends when
+    workers show no progress for `hang_s` seconds, or after `limit_s` (None: no limit). `explain`
+    profiles some steps after the passes, `trace` also stores their trace; `point` is that of a
+    sweep, () without one; `signing_key` the SSH key to sign the record with (None: unsigned).
     """
 
     resolved: ResolvedCase

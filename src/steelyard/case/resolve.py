@@ -40,12 +40,13 @@ CASE_ORIGIN = "case"  # the origin of values from a case file
 
 @dataclass(frozen=True)
 class ResolvedCase:
-    """A case with every override applied, and the origin of each value by dotted key: `case`,
-    `case, size smoke`, `command line`, `default`, `preset NAME (…)`, `auto (…)`. `resolve_case`
-    makes it.
+    """A `case` with every override applied, and in `origins` where each value came from, by dotted
+    key, such as `case`, `case, size smoke`, `command line`, `default`, `preset NAME (…)`, `auto
+    (…)`. `resolve_case` makes it.
 
-    `auto` names the tunes that `plan/auto_sizes.py` chooses once the devices are known; until then
-    they hold the fallback for devices of unknown memory. `path` is the case's name or file.
+    `auto` names the tunes (without `tune.`) that `plan/auto_sizes.py` chooses once the devices are
+    known; until then they hold the fallback for devices of unknown memory. `path` is the case's
+    name or file.
     """
 
     case: Case
@@ -64,11 +65,12 @@ def list_shipped_cases() -> list[str]:
 
 @dataclass(frozen=True)
 class CaseSource:
-    """A case as TOML: its text and the parsed table, before a size is applied. `read_case` makes it
-    from a file, `case/new_case.py` in memory.
+    """A case as TOML: its `text` and the parsed `table`, before a size is applied. `read_case`
+    makes it from a file, `case/new_case.py` in memory. `apply_size` returns the table at a size
+    with the origin of each value.
 
     `path` is the name or file that the user gave. `origins` says by dotted key where values came
-    from, for a case that was made in memory.
+    from, for a case that was made in memory; else it is empty.
     """
 
     path: str

@@ -23,8 +23,8 @@ SweepPoint = tuple[tuple[str, str], ...]  # (key, value) pairs, values as they w
 
 @dataclass(frozen=True)
 class SweepAxis:
-    """A dotted key of a sweep (`tune.micro_batch`, or `devices` and `nodes`), and the values that
-    it takes, as they were typed.
+    """One axis of a sweep: `key`, dotted (`tune.micro_batch`), or `devices` or `nodes`, and
+    `values` that it takes in turn, texts as they were typed.
     """
 
     key: str

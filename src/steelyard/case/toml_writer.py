@@ -30,8 +30,9 @@ def _format_lines(
     then nested tables with their headers, because whatever follows the header of a nested table
     belongs to that one.
 
-    Lists, also of dicts, are written inline. A table that holds only tables gets no header. Raise
-    ValueError for NaN and infinity.
+    `comments` are by dotted key, and stand behind the value or the header on its line; None values
+    are left out. Lists, also of dicts, are written inline. A table that holds only tables gets no
+    header, an empty one does. Raise ValueError for NaN and infinity.
     """
     lines = []
     for key, value in table.items():

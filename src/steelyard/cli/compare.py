@@ -129,8 +129,9 @@ def history(
 
 def comparison_to_json(comparison: "Comparison") -> dict[str, Any]:
     """Return a comparison of two sides as the dict that `compare --json` and `reproduce --json`
-    print: case, outcome, ratio, both sides, answers, metrics, phases and what differs. Case and
-    question are those of the base.
+    print: `case` (the base's), `outcome`, `regressed`, `threshold`, `ratio` of the rates in `unit`
+    and `why` there is none, `base` and `new`, `answers`, `metrics`, `phases` and `tokens_per_step`
+    of both. `across` are question fields that differ, `differs` other settings.
     """
     case = (comparison.base.finished or comparison.base.records)[0].case
     base_answers, new_answers = comparison.answers
@@ -245,8 +246,10 @@ def _index_records(
 
 
 def _find_user_index() -> Path | None:
-    """Return the path of the index in the user's cache folder, which is created if needed. Print a
-    warning on stderr and return None if that folder cannot be used.
+    """Return the path of the index of record summaries that `history` uses (record/index.py):
+    steelyard/index/records.json in the user's cache folder, where folders are created if needed;
+    the file need not exist. Print a warning on stderr and return None if that folder cannot be
+    made, or is a link, another user's or writable by others.
     """
     from steelyard.record import index
     from steelyard.run import environment
@@ -259,7 +262,8 @@ def _find_user_index() -> Path | None:
 
 
 def _history_to_json(history: "RateHistory") -> dict[str, Any]:
-    """Return a history as the dict that `history --json` prints: its trends, and the files that are
+    """Return a history as the dict that `history --json` prints: `threshold` (a slowdown below this
+    share does not count), `trends`, and under `wrong` path and reason (`why`) of the files that are
     not sound records.
     """
     return {

@@ -44,8 +44,8 @@ QUEUE_LINE_INTERVAL_S = 10  # seconds between two lines while waiting in a queue
 
 @dataclass(frozen=True)
 class QueuedRun:
-    """One run in the sequence of a command, already checked. Repeats of a request share its
-    `request_index`.
+    """One run in the sequence of a command: `checked` is its request, already checked. Repeats of a
+    request share its `request_index`, the position of the request in the command.
 
     `heading` is a line to print before it, if not empty. `earlier` is the path and record of a
     valid earlier run that is taken instead of running (in a sweep), or None.
@@ -62,8 +62,8 @@ RunResult = tuple[QueuedRun, Record]
 
 @dataclass(frozen=True)
 class ExcludedEngine:
-    """An engine that cannot run a case, and why. Printed, and part of the JSON of `run --engine
-    all`.
+    """An `engine` that cannot run a `case` (both by name), and the `reason` as text. `print_reason`
+    prints it on stderr; it is also part of the JSON of `run --engine all`.
     """
 
     engine: str
@@ -71,16 +71,20 @@ class ExcludedEngine:
     reason: str
 
     def print_reason(self) -> None:
-        """Print the engine and the reason on stderr."""
+        """Print `left out:`, this engine's name and the reason as one line on stderr; the case is
+        not named.
+        """
         print_stderr(f"left out: {self.engine}: {to_one_line(self.reason)}")
 
 
 def run_each(requests: list[Request], output: OutputOptions) -> int:
-    """Check all requests, then run each once, print the table of runs, and return the exit code: 0
-    if all are valid, otherwise 1, also after an interrupt, which ends the series.
+    """Check all requests, then run each once, in order, print the table of runs and one for each
+    group of repeats on stdout (with --json one document), and return the exit code: 0 if all are
+    valid, otherwise 1, also after an interrupt, which ends the series.
 
     A record of each run is written. Raise RequestError, before the first run, if a request is
-    wrong; later only for what a host or worker finds wrong.
+    wrong; later only for what a host or worker finds wrong; LostError if a record cannot be written
+    or signed.
     """
     # all are checked before the first is run
     queue = [QueuedRun(check_request(request), index) for index, request in enumerate(requests)]
@@ -311,8 +315,8 @@ def execute_run(
 
 
 def _sign_record(path: Path, key: Path) -> Path:
-    """Sign a record and return the path of the signature. Raise LostError if that fails: the record
-    itself is written.
+    """Sign a record file with a private key (`sign_record`), and return the path of the signature,
+    RECORD.sig. Raise LostError if that fails: the record itself is written.
     """
     try:
         return signature.sign_record(path, key)

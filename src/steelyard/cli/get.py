@@ -246,9 +246,10 @@ def _format_result(
 
 
 def print_sources(kind: SourceKind, as_json: bool) -> None:
-    """Print on stdout all data sets or models (`kind`) of the catalog, and others that were
+    """Print on stdout all data sets or models (`kind`) of the catalog, then others that were
     downloaded, one line each with size, state (`here`, bytes so far, `gated` or `-`) and licence,
-    then the folder; or as JSON.
+    then the folder; or as JSON with `folder` and `sources`. The folder is created if needed;
+    RequestError if it cannot be used.
     """
     store = _open_store(kind)
     unlisted = [
@@ -284,9 +285,10 @@ def print_sources(kind: SourceKind, as_json: bool) -> None:
 def _source_to_json(
     source: CatalogSource, stored: StoredSource | None, partial_bytes: int
 ) -> dict[str, Any]:
-    """Return a data set or model as JSON data, for `list` and `get`. `stored` is the complete
-    download of it, or None; `partial_bytes` are those of an unfinished one. `size_bytes` is None if
-    it is not known before the download.
+    """Return a data set or model as JSON data, for `list` and `get`: name, title, licence, page,
+    `gated`, `here`, path, sizes and files. `stored` is the complete download of it, or None;
+    `partial_bytes` are those of an unfinished one. `size_bytes` is None if it is not known before
+    the download.
     """
     file_sizes = [file.size_bytes for file in source.files]
     return {

@@ -180,9 +180,10 @@ TimeoutOption = Annotated[
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The command line of `run`, one field per option, in the order in which help lists them; typer
-    makes its parameters from the annotations (`take_options`). Values are as typed; nothing is
-    checked here. `output` gives the options on printing.
+    """The command line of `run`, one field per option (`cases` is the argument), in the order in
+    which help lists them; typer makes its parameters from the annotations (`take_options`). Values
+    are as typed, else the field's default (mostly None: not given); nothing is checked here.
+    `output` returns the options on printing (`OutputOptions`).
     """
 
     cases: Annotated[

@@ -31,9 +31,11 @@ PAGE_SEPARATOR = "\n---\n\n"  # between the pages of two cases, in Markdown
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The options of `report` that say what is shown and how. Creating one raises RequestError if
-    they cannot be combined. `given_format` is --format as typed or None; `format` is the one to
-    write.
+    """The options of `report` that say what is shown and how; creating one raises RequestError if
+    they are unknown or cannot be combined. `given_format` is --format as typed or None; `format` is
+    the one to write. `layout` is None or flagperf; `lang` the language; `to` the file to write,
+    with a layout also a folder (None: stdout). `explain`: the waterfall; `full`: every detail;
+    `wide`: no limit of width; `as_json`: data instead of a page.
     """
 
     given_format: str | None
@@ -130,8 +132,9 @@ def _write_pages(
     options: ExportOptions, to: Path, specs: list[SpecRecord], records: list[Record]
 ) -> list[PageFile]:
     """Write the page to the file `to`; with FlagPerf's layout, unless that name ends in .md, one
-    file CASE.md per case in the folder `to`, which is created. Files that exist are replaced.
-    Return format, language and path of each. Raise RequestError if one cannot be written.
+    file NAME.md per page (case, size and accelerator) in the folder `to`, which is created. Files
+    that exist are replaced. Return format, language and path of each. Raise RequestError if one
+    cannot be written.
     """
     if options.layout and to.suffix != ".md":
         try:
@@ -168,7 +171,9 @@ def _render_all(options: ExportOptions, specs: list[SpecRecord], records: list[R
 def _make_flagperf_pages(
     options: ExportOptions, specs: list[SpecRecord], records: list[Record]
 ) -> list[CasePage]:
-    """Return one page per case in FlagPerf's layout. Raise RequestError for spec records."""
+    """Return the pages in FlagPerf's layout, one (name and Markdown text) per case, size and
+    accelerator, in the language of the options. Raise RequestError if there are spec records.
+    """
     if specs:
         raise RequestError(
             f"--layout {FLAGPERF} shows runs, but these are spec records; leave out --layout"

@@ -48,7 +48,10 @@ _COLOURS = {"error": 31, "failed": 31, "invalid": 31, "warning": 33, "valid": 32
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """The options --json, --quiet and --wide: how much a command prints, and in which form."""
+    """The options of a command on printing: `json` prints one JSON document instead of tables,
+    `quiet` leaves out progress, `wide` shows all columns of tables. `silent` is whether no progress
+    is printed: with `json` or `quiet`.
+    """
 
     json: bool = False
     quiet: bool = False
@@ -229,6 +232,9 @@ class BackgroundStderr(io.TextIOBase):
     """
 
     def __init__(self, fd: int, encoding: str) -> None:
+        """Start the daemon thread that writes queued text to descriptor `fd`; `encoding` is that of
+        the bytes.
+        """
         super().__init__()
         self._fd, self._encoding = fd, encoding
         self._pieces: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()

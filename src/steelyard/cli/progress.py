@@ -35,6 +35,9 @@ class ProgressDisplay:
     def __init__(
         self, console: Console, title: str, alone: bool = True, clock: Callable[[], float] = now
     ) -> None:
+        """Store title and console of this display; nothing is printed before it is entered. `alone`
+        is whether this is the only run of the command; `clock` returns seconds.
+        """
         self._console, self._title, self._now = console, to_one_line(title), clock
         self._shows_title = not console.quiet and (console.is_terminal or not alone)
         self._begin_s = self._printed_s = self._now()
@@ -63,7 +66,9 @@ class ProgressDisplay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Remove the live line."""
+        """Remove the live line of this display, if there is one; an error of the block is passed
+        on.
+        """
         if self._live is not None:
             self._live.stop()
 

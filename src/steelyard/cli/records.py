@@ -59,8 +59,9 @@ def split_spec_records(record_paths: list[Path]) -> tuple[list[Path], list[Path]
 
 
 def drop_spec_records(record_paths: list[Path]) -> list[Path]:
-    """Return the paths that are not spec records. If some are, print one line on stderr that names
-    up to three of them and how to show them. Raise RequestError if nothing else is there.
+    """Return the paths that are not spec records, in order, by the first bytes of each file. If
+    some are, print one line on stderr that names up to three of them and how to show them. Raise
+    RequestError if all are.
     """
     spec_paths, run_paths = split_spec_records(record_paths)
     if not spec_paths:
@@ -85,8 +86,8 @@ def read_spec_records(spec_paths: list[Path]) -> list[SpecRecord]:
 
 
 def read_run_records(paths_given: list[Path]) -> list[Record]:
-    """Read and verify the records of runs in files and folders; spec records among them are left
-    out, with a line on stderr.
+    """Read and verify the records of runs that files and folders name (`find_record_paths`), and
+    return them in that order; spec records among them are left out, with a line on stderr.
 
     Raise RequestError if there is no run record, or for the first that does not verify.
     """
@@ -98,8 +99,9 @@ def read_run_records(paths_given: list[Path]) -> list[Record]:
 
 @dataclass(frozen=True)
 class RecordVerification:
-    """The result of verifying one record: its path, what is wrong as sentences (empty: it
-    verifies), remarks that are no errors, and its signature (None if the file is no record).
+    """The result of verifying one record by `verify_record`: its `path`, what is `wrong` as
+    sentences (empty: it verifies), `remarks` that are no errors, and its `signature` (None if the
+    file is no record).
     """
 
     path: Path

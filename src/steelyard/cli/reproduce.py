@@ -115,8 +115,9 @@ def _check_same_weights(base_record: Record, checked: CheckedRequest) -> None:
 
 
 def _print_differences(base_record: Record, differences: tuple[FieldDifference, ...]) -> None:
-    """Print on stderr the remarks on the record's case, and what differs between the record and
-    this host.
+    """Print on stderr, before a rerun, how the record's case differs from the shipped one, and the
+    fields in which this host differs from the record, one line each (record / here), after their
+    number or `nothing known is different here`.
     """
     for remark in again.describe_case_differences(base_record):
         print_stderr(to_one_line(remark))

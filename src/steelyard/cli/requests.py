@@ -36,12 +36,14 @@ MAX_REPEATS = 10_000
 
 def make_requests(options: RunOptions) -> tuple[list[Request], tuple[SweepAxis, ...]]:
     """Return a request for every run that the options ask for (cases x points of the sweep x
-    engines, in this order of nesting), and the axes of their sweep. Repeats are not multiplied
+    engines, in this order of nesting), and the axes of their sweep (empty: no sweep). The case name
+    `smoke` stands, innermost, for every shipped case that the engine runs, in each division and
+    number of devices, for which this host's devices are looked for. Repeats are not multiplied
     here.
 
     Cases, site file and the ids of --rows are read, and with --model a case is made; messages about
     these go to stderr. Raise RequestError if options cannot be combined, or name something unknown
-    or missing. Requests are not checked against engines or devices yet.
+    or missing. Named cases are not checked against engines or devices yet.
     """
     weights = None if options.weights in (None, RANDOM_WEIGHTS) else Path(str(options.weights))
     cases: tuple[str | CaseSource, ...] = tuple(options.cases or ())
@@ -214,8 +216,9 @@ def resolve_cases_at(
     point: SweepPoint, name: str | CaseSource, engine: str, options: RunOptions
 ) -> list[tuple[ResolvedCase, int]]:
     """Resolve a case at a point of a sweep: return pairs of the resolved case and its number of
-    devices per host (1 if nothing says another). It is one pair, except for the name `smoke`: every
-    case that the engine runs at size smoke, once per device count.
+    devices per host. It is one pair, with the point's number of devices, else the options', else 1;
+    but for the name `smoke` one for every shipped case that the engine runs at size smoke, each
+    division, and each device count that the case lists and this host has (or the given one).
 
     Raise RequestError, with the point in its message, if the case cannot be resolved.
     """

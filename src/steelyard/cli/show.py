@@ -303,8 +303,8 @@ def _show_smoke(
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the values of a nested dict with their dotted keys, in order. An empty dict counts as
-    a value.
+    """Return the values of a nested dict as pairs of dotted key and value, in order; `prefix`
+    stands before each key. Lists and empty dicts count as values.
     """
     pairs: list[tuple[str, Any]] = []
     for key, value in table.items():

@@ -201,8 +201,8 @@ def convert(
 
 
 def _check_target(to: str, tp: int) -> None:
-    """Raise RequestError if the target format is unknown, or the number of tensor-parallel shards
-    is not allowed for it.
+    """Raise RequestError if the target format is neither `hf` nor `megatron`, or the number of
+    tensor-parallel shards is below 1 or, for `hf`, not 1.
     """
     if to not in LAYOUT_BY_FORMAT:
         raise RequestError(f"--to {to!r}: allowed: {', '.join(LAYOUT_BY_FORMAT)}")
@@ -246,8 +246,9 @@ def _check_can_read(folder: Path) -> None:
 
 
 def _format_inspection(inspection: "Inspection") -> str:
-    """Return the text that `weights inspect` prints: aligned lines of label and value, with at most
-    MAX_FILES files, then how many more, and the notes.
+    """Return the text that `weights inspect` prints: aligned lines of label and value (layout,
+    shards, iteration, dtype, parameters, size, then the model's dimensions), with at most
+    `MAX_FILES` files, then how many more, and the notes.
     """
     rows: list[tuple[str, str]] = [
         ("layout", inspection.layout),

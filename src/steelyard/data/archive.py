@@ -26,11 +26,13 @@ OPENERS_BY_MAGIC: dict[bytes, Any] = {
 
 
 class BoundedTarStream:
-    """The unpacked byte stream that `tarfile` reads from, with `read`, `seek` and `tell`; it raises
-    RequestError beyond its limits.
+    """The unpacked byte stream that `tarfile` reads from, with `read`, `seek` and `tell`, made by
+    `open_tar`.
 
-    `most_bytes` limits the position in the unpacked stream. `size_hint` is appended to the error
-    and says how large such a file normally is.
+    Raises RequestError for a read of more than `MAX_READ_BYTES` (65 MiB) at once or of unlimited
+    size, and beyond position `most_bytes` of the unpacked stream. `size_hint` is appended to the
+    latter error and says how large such a file normally is; `source` is the archive's path, for
+    messages.
     """
 
     def __init__(self, file: IO[bytes], source: Path, most_bytes: int, size_hint: str) -> None:

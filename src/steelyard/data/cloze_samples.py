@@ -23,9 +23,10 @@ from steelyard.errors import RequestError
 
 @dataclass(frozen=True)
 class ClozeSample:
-    """One tokenized cloze sample: a context with one [MASK], the candidates for it as token ids and
-    as `texts`, which of them are right, and the texts of the answers (evaluation: also those that
-    are no candidate).
+    """One tokenized cloze sample: `context`, token ids with one [MASK], which stands at index
+    `mask`; `candidates` for it as token ids without special ones, and as `texts`; `right`, the
+    indices of the candidates that are answers; `answers`, the texts of the answers (in evaluation
+    also those that are no candidate); and `name`, which identifies the query in messages.
     """
 
     context: tuple[int, ...]
@@ -42,9 +43,12 @@ class ClozePack:
     """Cloze samples computed in one forward, laid end to end: all contexts, then all candidate
     spans, both in the order of the samples. Made by `pack_samples`.
 
-    `tokens`, `positions` and `blocks` (GLM's block positions) have one entry per token. In division
-    closed `contexts` has one entry per candidate, in open one per sample. `counts` has
-    `COUNT_NAMES` and `padded`.
+    `tokens`, `positions` and `blocks` (GLM's block positions) have one entry per token. `contexts`
+    are the contexts' lengths: one per candidate in division closed, one per sample in open;
+    `groups` says of each how many consecutive spans attend to it. `spans` are the spans' lengths,
+    `targets` one token id per token of the spans. Per sample, `candidates` is its number of
+    candidates and `right` the index of its first right one, -1 if none. `counts` has `COUNT_NAMES`
+    and `padded`.
     """
 
     tokens: Ids
@@ -173,14 +177,15 @@ class ClozeDataset:
         return self._sort_by_size(range(len(self._samples[True])), held_out=True)
 
     def _sort_by_size(self, keys: Iterable[int], held_out: bool) -> list[int]:
-        """Return sample indices sorted by token count in this division, highest first, then by
-        index.
+        """Return sample indices of the training set, or of the evaluation set if `held_out`, sorted
+        by token count in the data set's division, highest first, then by index.
         """
         return sorted(keys, key=lambda key: (-self.count_tokens(key, held_out), key))
 
     def pack(self, keys: list[int], held_out: bool) -> ClozePack:
-        """Lay the cloze samples with these indices end to end for one forward, in this order and
-        the data set's division. Raises ValueError if there are none.
+        """Lay the cloze samples with these indices of the training set, or of the evaluation set if
+        `held_out`, end to end for one forward, in this order and the data set's division. Raises
+        ValueError if there are none.
         """
         return pack_samples(
             [self.sample(key, held_out) for key in keys],
@@ -196,9 +201,10 @@ class ClozeDataset:
         return self._samples[held_out][key]
 
     def count_tokens(self, key: int, held_out: bool) -> int:
-        """Return the number of tokens that a cloze sample is computed with in this division: all
-        candidate spans, each with its start token, and one context, or in closed one context per
-        candidate.
+        """Return the number of tokens that a cloze sample is computed with in the data set's
+        division: all candidate spans, each with its start token, and in division closed one context
+        per candidate, in open one in all. `key` is the sample's index in the training set, or in
+        the evaluation set if `held_out`.
         """
         sample = self.sample(key, held_out)
         spans = sum(len(piece) + 1 for piece in sample.candidates)

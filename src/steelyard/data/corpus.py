@@ -39,8 +39,10 @@ PACK_AGAIN = "make both files again with steelyard data pack"
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of all documents end to end, from a pair of token files or generated. Those of a
-    file are memory-mapped, and read only when they are used.
+    """The tokens of all documents end to end (`ids`, an integer array), from a pair of token files
+    or generated. Those of a file are memory-mapped, and read only when they are used. `ends` has,
+    for each document, the index in `ids` behind its last token; `name` is the last part of the
+    prefix.
     """
 
     ids: NDArray[Any]
@@ -65,10 +67,12 @@ def open_corpus(source: Path) -> Corpus:
 
 
 def check_token_files(source: Path) -> None:
-    """Raise RequestError if there is no pair of token files at this path.
+    """Raise RequestError if there is no pair of token files at this path. `source` is the pair's
+    prefix, one of its two files (PREFIX_ids.npy, PREFIX_idx.npz), or a folder with exactly one
+    pair, as for `open_corpus`.
 
-    Checks the names, the header and size of the token file, and that the index is a zip with `lens`
-    and `docs`; reads neither tokens nor index arrays.
+    Checks that both files exist, type, header and size of the token file (an empty one is refused),
+    and that the index is a zip with `lens` and `docs`; reads neither tokens nor index arrays.
     """
     _, tokens, index = _find_pair(source)
     _map_tokens(tokens)
@@ -77,8 +81,9 @@ def check_token_files(source: Path) -> None:
 
 
 def _find_pair(source: Path) -> tuple[Path, Path, Path]:
-    """Return the prefix, the token file and the index file of a pair; for `source` see
-    `_find_prefix`. Raises RequestError if no pair is found, or one of its files is missing.
+    """Return the prefix, the token file (PREFIX_ids.npy) and the index file (PREFIX_idx.npz) of a
+    pair. `source` is the prefix, one of the files, or a folder with exactly one pair. Raises
+    RequestError if no pair is found, several are, or one of its files is missing.
     """
     prefix = _find_prefix(source)
     tokens, index = Path(f"{prefix}{IDS_SUFFIX}"), Path(f"{prefix}{INDEX_SUFFIX}")
@@ -91,9 +96,10 @@ def _find_pair(source: Path) -> tuple[Path, Path, Path]:
 
 
 def _find_prefix(source: Path) -> Path:
-    """Return the prefix of a pair of token files, given the prefix, one of the files, or a folder
-    with exactly one pair; one of the two files is enough. Raises RequestError if the path does not
-    exist, is another file, or is a folder of no pair or several.
+    """Return the prefix of a pair of token files (PREFIX_ids.npy, PREFIX_idx.npz), given the
+    prefix, one of the files, or a folder with files of exactly one prefix; that the other file
+    exists is not checked. Raises RequestError if the path does not exist, is another file, or is a
+    folder of no pair or several.
     """
     if any(Path(f"{source}{suffix}").is_file() for suffix in (IDS_SUFFIX, INDEX_SUFFIX)):
         return source
@@ -372,7 +378,9 @@ _DocumentPiece = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _DocumentStream:
-    """Documents laid end to end in some order; `order` has their numbers in the corpus."""
+    """Documents laid end to end in some order: `order` has their numbers in the corpus, `ends` the
+    position in the stream behind each one's last token.
+    """
 
     order: Ids
     ends: Ids  # position in the stream behind each document's last token
@@ -380,25 +388,26 @@ class _DocumentStream:
 
 class CorpusRows:
     """Rows of `length` tokens cut from the training documents of a corpus; implements
-    `TrainingRows`.
+    `TrainingRows`: `batch`, `row`, `held_out`. The key of a training row is its number, that of a
+    held-out row is ("valid", number).
 
     An epoch is all training documents, end to end, in an order drawn from (seed, epoch), and epochs
     follow each other without a gap. Row k is tokens k*length to (k+1)*length of that endless
     stream, and the batch of a step the next `batch_rows` rows. So rows do not depend on how many
-    ranks share them, and any row is found without computing those before it.
+    ranks share them.
 
     A piece of a document is a segment of the row and does not attend to the segments before it. The
     target of its last token is the document's next token if the document continues in the next row;
     at a document's end there is none. Held out are the first whole rows of the validation documents
-    in file order, at most `held_out_rows`, or one padded row if they do not fill one. The key of a
-    training row is its number, that of a held-out row is ("valid", number).
+    in file order, at most `held_out_rows`, or one padded row if they do not fill one.
     """
 
     def __init__(
         self, corpus: Corpus, length: int, batch_rows: int, seed: int, held_out_rows: int
     ) -> None:
         """Split the corpus into training, validation and test documents; the latter are not used.
-        Raises RequestError if there are fewer than three documents.
+        `length` is the tokens of a row, `batch_rows` the rows of a global batch, `held_out_rows`
+        the most validation rows. Raises RequestError if there are fewer than three documents.
         """
         self._corpus, self._length, self._batch_rows, self._seed = corpus, length, batch_rows, seed
         train, valid, _ = split_documents(len(corpus.ends))

@@ -48,11 +48,12 @@ class StepCounter(Protocol):
 
 
 class TextCounter:
-    """Counts texts that are scored: in division closed all tokens of each, in open only those
-    behind the prefix that its group shares.
+    """Counts texts that are scored; a `StepCounter` whose keys are text indices. In division closed
+    all tokens of each text count, in open only those behind the prefix that its group shares.
 
-    `count_logits` gives the number of logits that a text of some length needs; `window` is the
-    model's sliding attention window in tokens, None: full attention.
+    `count` returns the counts of some texts and shared prefixes, `count_expected` those of all
+    texts unshared. `count_logits` gives the number of logits that a text of some length needs;
+    `window` is the model's sliding attention window in tokens, None: full attention.
     """
 
     def __init__(
@@ -106,8 +107,10 @@ class TextCounter:
 
 
 class TrainingRowCounter:
-    """Counts rows of tokens to train on, each segment with causal attention of its own. `division`
-    has no effect.
+    """Counts rows of tokens to train on, each segment with causal attention of its own (within
+    `window` tokens, None: full) and without padding. A `StepCounter`: `count` for rows by their
+    keys, `count_expected` per step's global batch, or for all held-out rows. `division` has no
+    effect.
     """
 
     def __init__(self, rows: TrainingRows, division: Division, window: int | None = None) -> None:
@@ -125,15 +128,16 @@ class TrainingRowCounter:
         return _add_counts(count_row(self.rows.row(row_key), self.window) for row_key in keys)
 
     def count_expected(self, steps: range | None) -> list[Counts]:
-        """Return one table for each step's global batch of training rows, or with None a list of
-        one table for all held-out rows.
+        """Return a list with one table of counts for each step's global batch of training rows, or
+        with None a list of one table for all held-out rows. Every row is built to be counted.
         """
         return [self.count(keys) for keys in _draw_keys(self.rows, steps)]
 
 
 class ClozeCounter:
-    """Counts cloze samples: contexts with candidate spans, nothing padded. The division is that of
-    the data set; `division` and `window` have no effect.
+    """Counts cloze samples: contexts with candidate spans, nothing padded. A `StepCounter`: `count`
+    for samples by index, `count_expected` per step's global batch, or for the whole evaluation set.
+    The division is that of the data set; `division` and `window` have no effect.
     """
 
     def __init__(self, rows: ClozeDataset, division: Division, window: int | None = None) -> None:

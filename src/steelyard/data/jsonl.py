@@ -19,8 +19,9 @@ from steelyard.errors import RequestError
 
 @dataclass(frozen=True)
 class JsonLine:
-    """One line of a JSON-lines file: its number, its bytes, its parsed value, and its location for
-    messages.
+    """One line of a JSON-lines file, yielded by the readers of this file: its `number` from 1, its
+    bytes without the line feed (`raw`), its parsed `value` (any JSON value), and its `location` for
+    messages, `PATH: line N`.
     """
 
     number: int  # counted from 1

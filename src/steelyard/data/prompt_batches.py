@@ -19,12 +19,16 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """The rows of one scoring batch, laid end to end without padding.
+    """The rows of one scoring batch, laid end to end without padding; made by `make_closed_batch`
+    and `make_open_batch`.
 
-    `tokens` and `positions` (in the prompt) hold one entry per token, `q_lens` and `k_lens` the
-    query and key lengths of each row (`k_lens` None: equal to `q_lens`). `gather` lists, row after
-    row, where each key lies in the concatenation of the cached prefix and this batch; None in
-    division closed. `counts` is what `count_batch` returns.
+    `tokens` and `positions` (in the prompt) have one entry per token, `q_lens` and `k_lens` the
+    query and key lengths of each row (`k_lens` None: equal). `gather` lists, row after row, where
+    each key lies in the concatenation of the cached prefix and this batch; `keep` is the half-open
+    token range of a prefix whose keys and values the next batch needs; both are None in division
+    closed, `keep` also if there is none. `pick` are the indices of tokens whose logits are needed,
+    `items` the prompt of each; `prefixes` the groups whose shared prefix is a row here; `counts` is
+    what `count_batch` returns.
     """
 
     tokens: Ids
@@ -41,8 +45,9 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class PromptPiece:
-    """A row of a batch in division open: the prefix that a group shares, or the remainder of one
-    prompt behind it; `length` is its number of tokens.
+    """A row of a batch in division open: the prefix that `group` (a number) shares, if `item` is
+    None, or the rest of the prompt with index `item` behind that prefix; `length` is its number of
+    tokens.
     """
 
     group: int

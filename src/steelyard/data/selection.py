@@ -35,8 +35,9 @@ _ID_REGEX = re.compile(ID_PATTERN)
 
 @dataclass(frozen=True, order=True)
 class IdRange:
-    """A range of positions, counted from 0 and both ends included, in the whole set (`group` is
-    empty) or in one group. Ranges sort by group, then by position.
+    """A range of positions, `first` to `last`, counted from 0 and both included, in the whole set
+    (`group` is "") or in the group of that name. Ranges sort by group, then by position; `str()` is
+    the canonical spelling, `len()` the number of positions.
     """
 
     group: str

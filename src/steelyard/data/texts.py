@@ -6,8 +6,9 @@ from typing import Protocol
 
 
 class TokenizedTexts(Protocol):
-    """Tokenized texts to score: `rows`, the token ids of each, and `groups`, which texts share a
-    prefix.
+    """Tokenized texts to score, as engines read them: `rows` has the token ids of each text,
+    `groups` its group number; texts of one group begin with the same tokens, which division open
+    computes once.
     """
 
     @property
@@ -20,8 +21,8 @@ class TokenizedTexts(Protocol):
 
 
 class ChoicePrompts(TokenizedTexts, Protocol):
-    """Tokenized prompts that are each followed by one of a few one-token answers, whose token ids
-    are `letters`.
+    """Tokenized prompts (`rows`, `groups` as in `TokenizedTexts`) that are each followed by one of
+    a few one-token answers; `letters` has the token id of each answer, the same for all prompts.
     """
 
     @property
@@ -30,8 +31,9 @@ class ChoicePrompts(TokenizedTexts, Protocol):
 
 
 class PassageTexts(TokenizedTexts, Protocol):
-    """Tokenized texts whose tokens all have a loss, and whose last words, of `last` tokens each,
-    are also scored on their own.
+    """Tokenized texts (`rows`, `groups` as in `TokenizedTexts`) whose tokens all have a loss, and
+    whose last words are also scored on their own; `last` has the number of tokens of each text's
+    last word, without the token that ends the text.
     """
 
     @property

@@ -41,9 +41,10 @@ ByteWatch = Callable[[int, int], None]  # bytes of the input read so far, and in
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """What `write_token_files` wrote as a pair of token files: numbers of documents, tokens and
-    skipped texts, (file name, size in bytes) of both files, and the fingerprint (SHA-256) of the
-    corpus.
+    """What `write_token_files` wrote as a pair of token files: `documents` and `tokens` (their
+    numbers), `skipped` (texts of white space only, left out), `files` ((name, size in bytes) of
+    PREFIX_ids.npy and PREFIX_idx.npz), and `fingerprint`, the SHA-256 of the corpus without a
+    tokenizer.
     """
 
     documents: int
@@ -55,7 +56,7 @@ class TokenFiles:
 
 @dataclass(frozen=True)
 class CorpusSplit:
-    """The number of documents and tokens in one split of a corpus."""
+    """One split of a corpus (train, valid or test): its number of `documents` and of `tokens`."""
 
     documents: int
     tokens: int
@@ -63,10 +64,12 @@ class CorpusSplit:
 
 @dataclass(frozen=True)
 class CorpusInspection:
-    """What a corpus holds, for `data inspect`: numbers of documents and tokens, the integer type of
-    the tokens, shortest, longest and mean document in tokens, the highest token id, the splits
-    `train`, `valid` and `test`, and the fingerprint (SHA-256). `rows` are whole rows of 2048 tokens
-    in the training split. `rows` and `splits` are None if there are too few documents to split.
+    """What a corpus holds, for `data inspect`, made by `inspect_corpus`: `name` (of the prefix),
+    numbers of `documents` and `tokens`, `dtype` (integer type of the tokens), `shortest`, `longest`
+    and `mean` document in tokens, `highest` token id, and `fingerprint` (SHA-256).
+
+    `splits` maps `train`, `valid` and `test` to a `CorpusSplit`; `rows` are whole rows of 2048
+    tokens in the training split. Both are None if there are too few documents to split.
     """
 
     name: str
@@ -119,15 +122,15 @@ def write_token_files(
     force: bool = False,
     watch: ByteWatch | None = None,
 ) -> TokenFiles:
-    """Tokenize the text in field `key` of every line of the JSON-lines files `inputs` into the
-    token files PREFIX_ids.npy and PREFIX_idx.npz, one document per line; return what was written.
+    """Tokenize the text in field `key` of every line of the JSON-lines files `inputs` (gzipped or
+    not) into PREFIX_ids.npy and PREFIX_idx.npz, one document per line; return what was written.
 
     A document is whatever the tokenizer begins a sequence with, its text and, with `append_end`,
-    the end token (once). Texts of white space only are skipped. Ids are uint16 if the vocabulary
-    allows, else int32. Both files appear complete or neither does. `watch` is called with bytes
-    read and total bytes. Raises RequestError for bad inputs or output path, existing outputs
-    without `force`, no documents, or a tokenizer without end token; LostError if the files cannot
-    be written.
+    the end token, once. Texts of white space only are skipped. Ids are uint16 if the vocabulary
+    allows, else int32. The files get their names only when both are complete (`_open_pair`).
+    `watch` is called with bytes read and total bytes. Raises RequestError for bad inputs or output
+    path, existing outputs without `force`, no documents, or with `append_end` a tokenizer without
+    end token; LostError if the files cannot be written.
     """
     end = (
         require_end_token(tokenizer, "leave the end out with --no-append-end")
@@ -138,8 +141,9 @@ def write_token_files(
     skipped = 0
 
     def documents() -> Iterator[list[list[int]]]:
-        """Yield the token ids of the documents batch by batch, each with its end token; texts of
-        white space only are left out and counted in `skipped`. Calls `watch` after each batch.
+        """Yield the token ids of the documents batch by batch, each with the end token behind it
+        unless it already ends in that, or `append_end` is False. Texts of white space only are left
+        out and counted in `skipped`. Calls `watch`, if given, after each batch.
         """
         nonlocal skipped
         for texts, bytes_read in _batch_texts(inputs, key):
@@ -281,10 +285,13 @@ def _write_ids(
 @contextmanager
 def _open_pair(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """As a context manager, yield two temporary files beside `prefix`, for tokens and index, open
-    for writing; if the block succeeds, sync both and rename them to their final names.
+    for writing; if the block succeeds, sync both and rename them to PREFIX_ids.npy and
+    PREFIX_idx.npz.
 
-    Raises LostError for any OSError, also one of the block; other errors pass through and nothing
-    is renamed. The temporary files are always removed.
+    Old files of these names are replaced, the index removed first; if a rename fails, neither old
+    nor new files are left. If the block fails, old files stay as they are. Raises LostError for any
+    OSError, also one of the block; other errors pass through. The temporary files are always
+    removed.
     """
     paths = [Path(f"{prefix}{suffix}") for suffix in (IDS_SUFFIX, INDEX_SUFFIX)]
     unique_part = secrets.token_hex(4)

@@ -49,11 +49,12 @@ class WordPieces(Tokenizer, Protocol):
 
 
 class WordHashTokenizer:
-    """The tokenizer of generated data: a token is a word with its leading space, a white-space
-    character or a punctuation mark, and its id a hash of it modulo the ids left in `vocab`.
+    """The tokenizer of generated data, a `Tokenizer` with `source` "made": a token is a word with
+    its leading space, a white-space character or a punctuation mark, and its id a hash of it modulo
+    the ids left in `vocab`, so that words may share an id.
 
-    Id 0 ends a text, 1 begins one. The four answers " A" to " D" have ids of their own (2 to 5), so
-    that no other word shares them.
+    Id 0 (`end`) ends a text, 1 begins one. The four answers " A" to " D" have ids of their own (2
+    to 5), so that no other word shares them.
     """
 
     source = "made"
@@ -73,14 +74,17 @@ class WordHashTokenizer:
         self.sha256 = hashlib.sha256(f"made-1:{vocab}".encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return id 1 (begin) and the ids of the words of each text; no end token is added."""
+        """Return, for each text of generated data, id 1 (begin) and the ids of its words,
+        white-space characters and punctuation marks; no end token is added.
+        """
         return [
             [1, *map(self._hash_piece, re.findall(r" ?\w+|\s|[^\w\s]", text))] for text in texts
         ]
 
     def _hash_piece(self, piece: str) -> int:
-        """Return the fixed id of an answer (2 to 5), or the hashed id (6 to `vocab` - 1) of any
-        other piece.
+        """Return the id of a piece of text in the tokenizer of generated data: the fixed id (2 to
+        5) of an answer (" A" to " D"), or a hashed one (6 to `vocab` - 1) of any other piece, which
+        several pieces may share.
         """
         if piece in _ANSWERS:
             return 2 + _ANSWERS.index(piece)
@@ -234,7 +238,9 @@ class WordPieceTokenizer:
         self.pad, self.cls, self.mask = ids["[PAD]"], ids["[CLS]"], ids["[MASK]"]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text's word pieces, with nothing added."""
+        """Return the ids of each text's BERT word pieces, in lower case and with no special tokens
+        added.
+        """
         return [
             encoding.ids for encoding in self._inner.encode_batch(texts, add_special_tokens=False)
         ]

@@ -21,8 +21,12 @@ IGNORED = -100  # the target of a token that has no loss
 @dataclass(frozen=True)
 class TrainingRow:
     """One training row: segments (samples, or pieces of documents) laid end to end that do not
-    attend to each other, and padding, if any, as a last segment of its own. `samples` is how many
-    samples the row counts as.
+    attend to each other, and padding, if any, as a last segment of its own.
+
+    `tokens` and `targets` are int64 arrays of the row's length; a target is the next token of the
+    same segment, or IGNORED (-100). `lens` are the lengths of the segments, padding included;
+    `real` is the number of tokens that are not padding, `samples` how many samples the row counts
+    as.
     """
 
     tokens: Ids
@@ -33,8 +37,10 @@ class TrainingRow:
 
 
 class TrainingRows(Protocol):
-    """A data set of training rows, addressed by keys that only the data set understands: `batch`
-    and `held_out` return keys, `row` the row of a key.
+    """A data set of training rows, addressed by keys that only the data set understands:
+    `batch(step)` returns the keys of a step's global batch, `held_out()` those of rows that are
+    never trained on, `row(key)` the `TrainingRow`. Implemented by `CorpusRows` and alpaca's
+    `ConversationRows`.
     """
 
     def batch(self, step: int) -> list[RowKey]:

@@ -14,8 +14,9 @@ from steelyard.plan.ceiling_shapes import CeilingGroup, CeilingUnit
 
 
 class UnavailableError(Exception):
-    """Raised by `CeilingRow.prepare` if the device cannot run a row, or not within the time for one
-    call; the message is the reason that the record shows.
+    """Raised by `CeilingRow.prepare` if the device cannot run a row of `steelyard spec`, or not
+    within the time for one call; its message is the reason, which the record shows instead of a
+    rate. Other rows are measured all the same.
     """
 
 
@@ -25,10 +26,11 @@ class PreparedCeiling:
     made by `CeilingRow.prepare`.
 
     `call` starts the operation once and need not wait for the device; its result is ignored.
-    `check` runs the row once and returns (error, bound): the error is the largest difference from
-    the fp64 result as a fraction of that result's root mean square (or a count of wrong numbers
-    with bound 0), not finite if the result is no number. `check` is None if there is nothing to
-    compare. `detail` goes to the record: sizes, shapes, how it was measured.
+    `amount` is the FLOPs or bytes of one call; of a capacity, the result in bytes. `check` runs the
+    row once and returns (error, bound): the error is the largest difference from the fp64 result as
+    a fraction of that result's root mean square (or a count of wrong numbers with bound 0), not
+    finite if the result is no number. `check` is None if there is nothing to compare. `detail` goes
+    to the record: sizes, shapes, how it was measured.
     """
 
     call: Callable[[], Any]
@@ -39,10 +41,11 @@ class PreparedCeiling:
 
 @dataclass(frozen=True)
 class CallBudget:
-    """The time limit of one call of a row, with which rows choose how large they are.
-
-    `rate` is the best rate so far of rows of the same group, precision and kind, in FLOP/s or B/s;
-    None if none was timed yet. `call_s` is the longest that one call may take, in seconds.
+    """The time limit of one call of a row of `steelyard spec`, by which rows choose how large they
+    are. `rate` is the best rate so far of rows of the same group, precision and kind, in FLOP/s or
+    B/s, or one guessed from plain matmuls; None if neither is known. `call_s` is the longest that
+    one call may take, in seconds. `max_amount` is rate x call_s, the most FLOPs or bytes of one
+    call; None (no rate known) means no limit.
     """
 
     rate: float | None
@@ -58,12 +61,15 @@ class CallBudget:
 
 @dataclass(frozen=True)
 class CeilingRow:
-    """One ceiling that a framework can measure on this rank's device, not prepared yet: `name` in
-    `group`, for matmuls and attention of one `precision` (else None), in `unit`.
+    """One ceiling that a framework can measure on this rank's device, not prepared yet. `group` is
+    matmul, memory, capacity, copy, attention or collective; `name` that of the row; `precision` of
+    matmuls and attention, else None; `unit` FLOP/s, B/s or B. `kind`: rows of one group, precision
+    and kind are about equally fast. `all_ranks`: all ranks must call it together, equally often.
 
-    `prepare(budget)` allocates the row's memory in a size that the budget allows, and raises
-    UnavailableError if the device cannot run it. It is not called if `unavailable` has a reason. A
-    row whose unit is `B` is a capacity: its amount is the result, and it is never called.
+    `prepare(budget)` allocates the row's memory in a size that the budget allows and returns a
+    `PreparedCeiling`, or raises UnavailableError. It is not called if `unavailable` has a reason
+    why the device cannot run the row (None: not known before trying). A row whose unit is `B` is a
+    capacity: its amount is the result, and it is never called.
     """
 
     group: CeilingGroup
@@ -78,12 +84,14 @@ class CeilingRow:
 
 
 class FrameworkCeilings(Protocol):
-    """The interface of the ceilings that a framework can measure on one rank's device; the worker
-    of `steelyard spec` prepares, checks and times them.
+    """The ceilings that a framework can measure on one rank's device (a protocol); the worker of
+    `steelyard spec` prepares, checks and times them. Constructed with the framework object, after
+    it has joined all ranks.
 
-    Constructed with the framework object, after it has joined all ranks. `rows(quick)` yields the
-    `CeilingRow`s in the order of measuring, `all_reduce_max` is the maximum over ranks, and
-    `release_memory` is called after each row.
+    `rows(quick)` yields the `CeilingRow`s in the order of measuring, the same on all ranks, fewer
+    and smaller ones with `quick`. `all_reduce_max(value)` returns the maximum over ranks, which all
+    call together. `release_memory()`, called after each row, gives cached memory back to the
+    device.
     """
 
     def rows(self, quick: bool) -> Iterator[CeilingRow]:

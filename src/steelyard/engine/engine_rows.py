@@ -41,9 +41,10 @@ DEGREES = ("tp", "pp", "dp")
 @dataclass(frozen=True)
 class FrameworkRow:
     """A framework, which joins ranks and drives devices, as data: its `name`, and what workers load
-    of it.
-
-    `make` is the `module:Class` of its `Framework`, `ceilings` that of its `FrameworkCeilings`.
+    of it. `make` is the reference `module:Class` of its `Framework`, `ceilings` that of its
+    `FrameworkCeilings` for `steelyard spec` (None: it has none), `profiler` whether its profiler is
+    read, for `--explain`. Other packages add rows through the entry-point group
+    `steelyard.frameworks`.
     """
 
     name: str
@@ -55,11 +56,17 @@ class FrameworkRow:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """What an engine can do, as data that the command line chooses and refuses by: kinds of work,
-    model families, precisions, plans. It never names a task or a case.
+    """What an engine can do, as data that the command line chooses and refuses by; it never names a
+    task or a case. `name`; `framework`, the name of its row; `works`, kind of work to
+    `module:Class`, called with a `Job`; model `families`, and `variants`, fields in which a Llama
+    may differ from a plain one; `divisions`; `precisions` of matmuls and `trains_in`, those of
+    training by name; `degrees` that may be above 1; `processes` per device or one for all.
 
-    `refusal` says why it cannot run a case, `can_divide` whether it has a plan's degrees,
-    `find_missing_module` what is not installed.
+    `checkpoints`: writes and resumes; `passes` it has (None: all); `batches_of`: what a global
+    batch may count; `several_hosts`; `checkout`: the program whose folder it needs; `fused`,
+    `even`, `memory_factor`: for `auto` sizes; `needs`: modules to be installed by the `extra`.
+    `refusal(case)` says why it cannot run a case (None: it can), `can_divide(plan)`,
+    `find_missing_module()`.
     """
 
     name: str
@@ -141,7 +148,8 @@ class EngineRow:
 
     def find_missing_module(self) -> str | None:
         """Return the name of the first module in this engine's `needs` that is not installed, or
-        None. Raises RequestError if a package is installed but its import fails.
+        None. The package around a module (`megatron` of `megatron.core`) is imported for it, the
+        module is not. Raises RequestError if such a package is installed but its import fails.
         """
         return next((module for module in self.needs if not plugins.is_installed(module)), None)
 
@@ -264,8 +272,10 @@ def load_engine_rows() -> dict[str, EngineRow]:
 
 
 def find_engine(name: str) -> EngineRow:
-    """Return the engine row of a name, shipped or of an installed package; raise RequestError, with
-    similar names, if there is none.
+    """Return the engine row of a name, shipped or of an installed package. Imports, in every call,
+    the packages that have engines. Raises RequestError if there is none of this name (with one
+    similar name, or else all names), and for any name as `load_engine_rows` does, if a package's
+    row is bad or two have one name.
     """
     rows = load_engine_rows()
     if name not in rows:
@@ -346,8 +356,9 @@ def load_framework_rows() -> dict[str, FrameworkRow]:
 
 
 def _find_framework(name: str) -> FrameworkRow:
-    """Return the framework row of a name; raise RequestError, with all known names, if there is
-    none.
+    """Return the framework row of a name, shipped or of an installed package, which are imported
+    for it. Raises RequestError, with all known names, if there is none, and for any name if a
+    package's row is bad or two have one name.
     """
     rows = load_framework_rows()
     if name not in rows:

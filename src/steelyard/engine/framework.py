@@ -16,10 +16,13 @@ from steelyard.plan.matmuls import Matmul
 
 
 class Meeting(Protocol):
-    """The rendezvous of a run's ranks: `file` if all are on one host, else `address` and `port`.
+    """Where the ranks of a run find each other (a protocol). If all are on one host, `file` is the
+    path of the rendezvous file, and the others are None; else `file` is None, and rank 0 serves at
+    TCP `address` and `port`.
 
-    With an address, rank 0 serves on `listen_fd`, a socket that is already bound to the network
-    interface of the site; it must not open another port. Other ranks only connect.
+    With an address, rank 0 serves on `listen_fd`, the descriptor of a socket that is already bound
+    to the network interface of the site (None on other ranks); it must not open another port. Other
+    ranks only connect.
     """
 
     @property
@@ -40,11 +43,10 @@ class Meeting(Protocol):
 
 
 class DeviceFramework:
-    """The framework methods that only pass on to the accelerator's device object, for subclasses to
-    inherit: `set_precision`, `event`, `synchronize`, `reset_memory`, `memory`, `identity`,
-    `versions`.
-
-    A subclass sets `device`.
+    """The framework methods that only pass on to the accelerator's device object, for frameworks to
+    inherit; a subclass sets `device`. `set_precision(matmul)`, `event()` (a mark on the stream),
+    `synchronize()`, `reset_memory()`, `memory()` (peaks in bytes), `identity()` and `versions()`
+    (dicts for the record).
     """
 
     device: Any
@@ -67,7 +69,7 @@ class DeviceFramework:
         self.device.synchronize()
 
     def reset_memory(self) -> None:
-        """Restart the peak memory counters of the device."""
+        """Restart the peak memory counters of the framework's device, which `memory` returns."""
         self.device.reset_memory()
 
     def memory(self) -> dict[str, int | None]:
@@ -77,7 +79,9 @@ class DeviceFramework:
         return dict(self.device.memory())
 
     def identity(self) -> dict[str, Any]:
-        """Return the device's name, uuid, memory size and so on as a new dict, for the record."""
+        """Return what the framework's device is as a new dict, for the record: `name`, `uuid`,
+        `memory_bytes` and what else the device class knows.
+        """
         return dict(self.device.identity())
 
     def versions(self) -> dict[str, str | None]:
@@ -88,13 +92,16 @@ class DeviceFramework:
 
 
 class Framework(Timeline, Protocol):
-    """The interface that a framework implements; each worker process has one. Constructed with the
-    accelerator's device class for this framework (a `module:Class` string, None if it has none),
-    the local rank and the clock.
+    """What a worker uses of a framework (a protocol); each worker process has one. Constructed with
+    the accelerator's device class for this framework (a `module:Class` string, None if it has
+    none), the local rank and the clock.
 
-    It joins ranks (`join_ranks`, `barrier`, `leave`), times (`event`, `synchronize`), prepares what
-    is measured beside a pass (`prepare_all_reduce`, `prepare_square_matmul`, `prepare_matmul`), and
-    describes its device for the record (`memory`, `identity`, `versions`).
+    It joins ranks (`join_ranks`, `barrier`, `leave`), sets numerics (`set_precision`,
+    `make_deterministic`), times (`event`, `synchronize`), prepares what is measured beside a pass
+    and returns it as a function to call with its bytes or FLOPs (`prepare_all_reduce`;
+    `prepare_square_matmul` and `prepare_matmul`, None if it cannot), profiles (`profiler`), and
+    describes its device and process for the record (`memory`, `identity`, `versions`,
+    `compile_cache`, `threads`). `device` is the device object.
     """
 
     @property
@@ -131,7 +138,9 @@ class Framework(Timeline, Protocol):
         """Wait until all ranks are here; returns at once if there is one rank."""
 
     def leave(self) -> None:
-        """Leave the process group. The last call of a worker that finished."""
+        """Leave the process group that `join_ranks` joined; may wait for the other ranks. The last
+        call of a worker that finished.
+        """
 
     def prepare_square_matmul(self, precision: str) -> tuple[Callable[[], Any], int] | None:
         """Allocate one large square matmul of random numbers and return (call, FLOPs of a call).
@@ -148,7 +157,7 @@ class Framework(Timeline, Protocol):
         """Return a new profiler for this rank's device, or None if the framework has none."""
 
     def reset_memory(self) -> None:
-        """Restart the peaks that `memory` returns."""
+        """Restart the peaks of the device's memory that `memory` returns."""
 
     def memory(self) -> dict[str, int | None]:
         """Return `allocated_bytes` and `reserved_bytes`, the peaks since the last reset (None if

@@ -20,7 +20,10 @@ Part = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
-    """When and where training writes checkpoints: every `every_steps` steps, into `folder`."""
+    """When and where training writes checkpoints: after every `every_steps` steps, as folders
+    `step-N` in `folder`, the run's folder of checkpoints. `Job.checkpoint_schedule` is None if none
+    are written.
+    """
 
     folder: Path
     every_steps: int
@@ -28,9 +31,17 @@ class CheckpointSchedule:
 
 @dataclass(frozen=True)
 class Job:
-    """All that an engine is given on one rank: the resolved case, its inputs, its position in the
-    plan, the device, and where to read weights and write checkpoints. Made by the worker
-    (run/worker.py).
+    """All that an engine is given on one rank; made by the worker (run/worker.py). `case` is
+    resolved, `work` the kind of work (a key of `WORKS`), `inputs` what the task prepared for it.
+    `weights` is the path of the checkpoint to load (None: random). `device` is the accelerator's
+    device object of the framework, `group` what its `join_ranks` returned. `rank` of `world` stands
+    at `place` (indices tp, pp, dp) of `plan`; replica `place.dp` computes its part of the data.
+
+    `steps`: most batches or steps of a pass (None: all). `report_loading(done, total)`: to be
+    called while weights load (None: not). Training: `checkpoint_schedule` (None: write none),
+    `resume`, the checkpoint folder to go on from (None: from the start). `folder`: private to the
+    run and deleted with it. `checkout`: folder of the program that the engine starts. `train`
+    returns the training settings.
     """
 
     case: Case
@@ -62,12 +73,14 @@ class Job:
 
 
 class Engine(Protocol):
-    """The interface of what runs one kind of work in one framework, on one rank: `prepare`,
-    `total`, `work` and `outputs` of each pass, then `weights` and `details` for the record.
-    Constructed with a `Job`; it never reads a clock.
+    """What runs one kind of work in one framework, on one rank (a protocol); constructed with a
+    `Job`, and never reads a clock. The argument `name` of its methods is that of a pass: `val`,
+    `infer` or `bare` of scoring, `before`, `train` or `after` of training.
 
-    The argument `name` of its methods is the name of a pass: `val`, `infer` or `bare` of scoring,
-    `before`, `train` or `after` of training.
+    Before each pass `prepare(name, part)` loads, compiles and warms up; `total(name)` is the number
+    of `Work` items to come; `work(name)` runs the pass as a generator of `Phase` and `Work` marks;
+    `outputs(name)` returns what it computed as a JSON-able dict. `weights` (their source) and
+    `details()` (the engine's own choices) are dicts for the record.
     """
 
     @property

@@ -28,8 +28,9 @@ PRIORITY: tuple[ActivityKind, ...] = (
 
 @dataclass(frozen=True)
 class Activity:
-    """One kernel on a device, or one operator on a CPU, with its begin and end in seconds on the
-    trace's clock.
+    """One kernel on a device, or one operator on a CPU, as a profiler saw it: `name`, `kind`
+    (matmul, attention, other, copy, communication or bubble), `begin_s` and `end_s` in seconds on
+    the trace's clock.
 
     `lane` is the stream or thread it ran in: activities of one lane do not run at the same time,
     but may be nested, and then the innermost counts. `size_bytes` is the size of all tensors that
@@ -46,10 +47,10 @@ class Activity:
 
 @dataclass(frozen=True)
 class KernelTotal:
-    """All activities of one name and kind taken together; made by `divide_device_time`.
-
-    `time_s` is their share of the device's time, in which nothing of higher priority ran.
-    `size_bytes` is the sum over calls, None if it is unknown for one of them.
+    """All activities of one `name` and `kind` taken together; made by `divide_device_time`. `calls`
+    is their number, `time_s` the seconds of the device's time that went to them: those in which
+    nothing of higher priority ran. `size_bytes` is the sum of the sizes of tensors over calls, None
+    if it is unknown for one of them.
     """
 
     name: str
@@ -60,12 +61,14 @@ class KernelTotal:
 
 
 class Profiler(Protocol):
-    """The interface of a framework's profiler, which records what the device does between `start`
-    and `stop`; `stop` returns it as activities. The caller has synchronized the device before both.
+    """A framework's profiler, which records what the device does between `start()` and
+    `stop(trace)` (a protocol); `stop` returns a list of `Activity` and, if `trace` is a path,
+    writes the whole trace there. The caller has synchronized the device before both. Made by
+    `Framework.profiler`, for one recording.
     """
 
     def start(self) -> None:
-        """Begin to record."""
+        """Begin to record what the device does; called once, before `stop`."""
 
     def stop(self, trace: Path | None) -> list[Activity]:
         """End recording and return the activities. If `trace` is a path, also write the whole trace
@@ -75,8 +78,9 @@ class Profiler(Protocol):
 
 @dataclass(frozen=True)
 class _Segment:
-    """A stretch of time, in seconds on the trace's clock, in which one activity was the innermost
-    of its lane.
+    """A stretch of time, from `begin_s` to `end_s` in seconds on the trace's clock, in which one
+    activity was the innermost of its lane; `owner` is the index of that activity in the list of
+    all.
     """
 
     begin_s: float
@@ -120,7 +124,7 @@ def divide_device_time(activities: Sequence[Activity]) -> list[KernelTotal]:
 
 
 def _name_and_kind(activity: Activity) -> tuple[str, ActivityKind]:
-    """Return what calls are added up by: name and kind."""
+    """Return (name, kind) of an activity, by which calls are added up."""
     return activity.name, activity.kind
 
 
@@ -160,9 +164,10 @@ def _cut_lane_into_segments(
 def _divide_by_priority(
     activities: Sequence[Activity], segments: list[_Segment]
 ) -> Iterator[tuple[int, float]]:
-    """Yield (index of an activity, seconds) so that each instant is given once: to the segment of
-    the highest-priority kind among all lanes, of equal kinds to the one that ends first. Instants
-    without any segment are left out; an activity may come several times.
+    """Yield (index of an activity, seconds) so that each instant is given once: to the segment
+    whose kind comes first in `PRIORITY` among all lanes, of equal kinds to the one that ends first.
+    Instants without any segment are left out; an activity may come several times. `segments` may be
+    in any order; their owners are indices into `activities`.
     """
     priority = {kind: position for position, kind in enumerate(PRIORITY)}
     segments = sorted(segments, key=lambda segment: segment.begin_s)

@@ -82,9 +82,9 @@ class AdamTensors:
 
 @dataclass(frozen=True)
 class AdamHyperparameters:
-    """The numbers of one AdamW update: learning rate, weight decay, betas, eps, the norm that
-    gradients are clipped to, and `step`, the number of updates including this one, for bias
-    correction.
+    """The numbers of one AdamW update: learning rate `lr`, `weight_decay`, `betas`, `eps`,
+    `max_norm`, the norm that gradients are clipped to, and `step`, the number of updates including
+    this one (from 1), for bias correction.
     """
 
     lr: float

@@ -36,7 +36,9 @@ TILES_PER_PROGRAM = 16  # tiles whose column maxima one program computes
 
 
 class Fp8Matrix(NamedTuple):
-    """A matrix in fp8: `values` [rows, width] of fp8 times `scale` [rows, 1] of fp32."""
+    """A matrix in fp8: `values` [rows, width] of fp8 times `scale` [rows, 1] of fp32, a named
+    tuple; `to_fp32` multiplies them.
+    """
 
     values: Tensor
     scale: Tensor

@@ -65,9 +65,10 @@ def make_plain_dropout_add_norm(eps: float, dropout: float) -> Callable[..., tup
 
 @dataclass(frozen=True)
 class Dropout:
-    """One dropout site of a model: `share`, the probability that an element is dropped; `seed`, an
-    int64 tensor [1] on the device that stays unchanged until the backward pass has ended; and
-    `site`, the number of the site in the model.
+    """One dropout site (place in the model where elements are dropped): `share`, the probability
+    that an element is dropped; `seed`, an int64 tensor [1] on the device that stays unchanged until
+    the backward pass has ended; and `site`, the number of the site in the model. `below` is the
+    share as a 31-bit integer.
 
     Kernels drop by a hash of seed + site and the element's indices, so two sites drop different
     elements with the same seed.

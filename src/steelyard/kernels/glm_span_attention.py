@@ -32,14 +32,16 @@ class RowOffsets:
 @dataclass(frozen=True)
 class InterleavedLayout:
     """The tokens of a cloze micro-batch in another order, every context followed by its spans: a
-    context and its spans are then one row of queries on the context's keys.
+    context and its spans are then one row of queries on the context's keys. Made by
+    `ClozeLayout.interleaved`; T is the number of tokens, and positions are in this order.
 
-    Made by `ClozeLayout.interleaved`; T is the number of tokens. `order` gives the token at each
-    position, `row_offsets` the rows, `context_positions`, `context_index`, `span_positions`,
-    `span_starts` and `span_lengths` where contexts and spans lie. `token_ranges`, int32 [3, T], has
-    for each token the begin of its row, the end of its context and the begin of its span (T for a
-    context's token); `programs`, int32 [2, P], the first token of each Triton program and the end
-    of its row.
+    `order` [T] gives the index in `ClozeLayout` of the token at each position, `row_offsets` the
+    rows; `context_positions` (-1 pads) and `span_positions` (0 pads) are the positions of contexts'
+    and spans' tokens, `context_index` [T] the number among context tokens (-1: a span's),
+    `span_starts` and `span_lengths` are for each span, `max_span` is the longest. `token_ranges`,
+    int32 [3, T], has for each token the begin of its row, the end of its context and the begin of
+    its span (T for a context's token); `programs`, int32 [2, P], the first token of each Triton
+    program and the end of its row.
     """
 
     order: Tensor  # int64 [T]: the index in `ClozeLayout` of the token at each position

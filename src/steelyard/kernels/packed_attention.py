@@ -31,7 +31,8 @@ MAX_ELEMENTS = 2**31 - 1  # of a tensor: offsets are 32-bit
 class VisibleRanges:
     """Which keys each query of packed rows sees, as int32 tensors on the device: query i sees keys
     `first_key`[i] to `keys_end`[i] - 1, and `queries_end`[j] is one after the last query that sees
-    key j (the first is the key's own token). Made by `visible_ranges`.
+    key j (the first is the key's own token). Made by `visible_ranges`; neither of the first two
+    decreases from one query to the next, which the kernels rely on.
     """
 
     first_key: Tensor  # [Tq]: the query's first key
@@ -104,11 +105,12 @@ def triton_attend_packed_rows(q: Tensor, k: Tensor, v: Tensor, ranges: VisibleRa
 
 
 class PackedAttentionFunction(torch.autograd.Function):
-    """Causal attention over packed rows with its own backward pass.
+    """An autograd function: causal attention over packed rows by Triton kernels, with its own
+    backward pass.
 
     Inputs are q [T, H, D] or [T, G, H / G, D], k and v [Tk, G, D], and the three tensors of
-    `VisibleRanges`; the backward pass gives gradients of q, k and v, and expects as many keys as
-    queries.
+    `VisibleRanges`; the result is [T, H, D]. The backward pass gives gradients of q, k and v, and
+    is right only if queries and keys are the same tokens.
     """
 
     @staticmethod
@@ -238,9 +240,11 @@ def _attend_forward(
 
     `q` is [tokens, groups, heads_per_group, dim] with strides `q_row` and `q_group`; `k` and `v`
     are [count, groups, dim] with theirs, or tensor descriptors; `out` is contiguous [tokens, heads,
-    dim], `lse` fp32 [heads, tokens] (base 2), `first_key` and `keys_end` int32 [tokens]. `scale` is
-    log2(e) / sqrt(dim). Program (p, h) has `tile` queries of head h, the last ones first; it reads
-    `keys` keys at a time and masks only tiles that some query does not see.
+    dim], `lse` fp32 [heads, tokens] (base 2), `first_key` and `keys_end` int32 [tokens], which must
+    not decrease from one token to the next: a tile reads from its first query's first key to its
+    last query's end. `scale` is log2(e) / sqrt(dim). Program (p, h) has `tile` queries of head h,
+    the last ones first; it reads `keys` keys at a time and masks only tiles that some query does
+    not see.
     """
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile
     head = tl.program_id(1)
@@ -294,7 +298,8 @@ def _compute_row_dots(
     tile: constexpr,
 ) -> None:
     """Write rowsum(out · grad) of one tile of tokens and one head: `out` and `grad` are contiguous
-    [tokens, heads, dim], `dot` fp32 [heads, tokens]. Equals `(out * grad).sum(-1).t()` in fp32.
+    [tokens, heads, dim], `dot` fp32 [heads, tokens]. Program (p, h) has `tile` tokens of head h;
+    tokens from `tokens` on are masked. Equals `(out * grad).sum(-1).t()` in fp32.
     """
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     head = tl.program_id(1)

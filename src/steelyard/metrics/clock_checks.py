@@ -31,10 +31,12 @@ REPORTED_ROUNDING_S = 5e-5  # programs report tenths of a millisecond; half of o
 
 @dataclass(frozen=True)
 class ClockPair:
-    """Two measurements of one time interval, made by `_compare_clocks` or `_compare_reported`.
+    """Two measurements of one time interval by different clocks, compared; made by
+    `_compare_clocks` and `_compare_reported`.
 
-    `excess_s` is by how many seconds they differ beyond what is allowed; at most 0 if they agree.
-    `values` fill the message of the check.
+    `excess_s` is by how many seconds they differ beyond what is allowed; 0 or negative if they
+    agree. `values` fill the template of the check's message: the name of the interval, both times,
+    and the allowed difference.
     """
 
     excess_s: float

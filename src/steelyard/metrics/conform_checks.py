@@ -24,12 +24,14 @@ MEAN_METRICS = ("loss", "loss_before", "perplexity_last")  # means over all rows
 
 @dataclass(frozen=True)
 class ConformCheck:
-    """One quantity of two records compared, and whether it conforms: a row of `steelyard conform`.
+    """One quantity of two records compared, and whether it conforms: a row of `steelyard conform`,
+    made by `check_conformity`.
 
-    `what` names the quantity, such as "train counts". `ours` is the value of engine torch, `theirs`
-    that of the engine under test; both are texts for status and counts. `apart` and `allowed` are
-    shares: the relative difference, or the share of answers that differ. `apart` is None if nothing
-    could be compared, which does not conform.
+    `case` is the name of the case, `what` names the quantity, such as "train counts". `ours` is the
+    value of engine torch, `theirs` that of the engine under test; both are texts for status and
+    counts. `apart` and `allowed` are shares (0.01 is 1 %): the relative difference, or the share of
+    answers that differ. `apart` is None if nothing could be compared. Property `ok`: `apart` is
+    known and at most `allowed`.
     """
 
     case: str
@@ -41,7 +43,9 @@ class ConformCheck:
 
     @property
     def ok(self) -> bool:
-        """Return whether the difference is known and at most `allowed`."""
+        """Return whether the compared quantity conforms: the difference `apart` is known and at
+        most `allowed`.
+        """
         return self.apart is not None and self.apart <= self.allowed
 
 

@@ -20,7 +20,8 @@ from steelyard.words import Message, MessageValues
 @dataclass(frozen=True)
 class ContentionLimits:
     """Limits on the share (0 to 1) of the run's CPU cores that other processes take: above
-    `note_above` a note is made, above `invalid_above` the run is invalid.
+    `note_above` a note is made, above `invalid_above` the run is invalid. `find_contention_limits`
+    chooses between two: lower ones if the CPU itself is the device, higher ones else.
     """
 
     note_above: float
@@ -41,10 +42,11 @@ MIN_COUNTED_SHARE = 0.9
 
 @dataclass(frozen=True)
 class ContentionShare:
-    """The share (0 to 1) of the cores that the run may use which other processes took, over
-    `time_s` seconds between two readings; from `measure_contention`.
+    """How much of the CPU cores that the run may use other processes took; from
+    `measure_contention`.
 
-    A value of None is unknown; `why` then says why.
+    `value` is the share (0 to 1) over `time_s` seconds between two readings. A value of None is
+    unknown; `why`, a message, then says why, and is None otherwise.
     """
 
     value: float | None

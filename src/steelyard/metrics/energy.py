@@ -30,8 +30,9 @@ TimeRange = tuple[float, float]
 class DeviceEnergy:
     """The energy of one device over a time range.
 
-    `joules` is None if it is unknown, `why` then says why. `power_readings` is the number of power
-    readings that were integrated; None if the device's energy counter was read.
+    `joules` is None if it is unknown; `why`, a message, then says why. `power_readings` is the
+    number of power readings (W) that were integrated; None if the device's energy counter was read
+    instead, or nothing is known.
     """
 
     joules: float | None

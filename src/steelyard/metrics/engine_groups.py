@@ -24,8 +24,9 @@ ENGINE_PARTS = (*ENGINE_REQUEST_PARTS, "key", "headline", "weights", "devices")
 
 @dataclass(frozen=True)
 class StepDifference:
-    """The largest absolute difference of a value (loss or gradient norm) over the training steps
-    that two runs have in common, and the step at which it is, counted from 0.
+    """The largest absolute difference of a value (loss or gradient norm) between two runs, over the
+    training steps that both have: `value`, and `step`, the step at which it is, counted from 0. A
+    part of `AnswerDifferences`.
     """
 
     value: float
@@ -34,12 +35,13 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class AnswerDifferences:
-    """How far a run's answers are from those of a base run, as absolute differences; of several
-    runs, the farthest of each.
+    """How far a run's answers are from those of a base run, as absolute differences
+    (`compare_answers`); of several runs, the farthest of each (`merge_farthest`). A field of None
+    is unknown, or not applicable to this kind of work.
 
-    None is unknown, or not applicable to this kind of work. `chosen` counts items that were
-    answered differently, `loss` and `grad_norm` compare training steps, `quality` is the difference
-    of the quality metric.
+    `chosen` (a `Differences`) counts the items that were answered differently, out of those that
+    both answered. `loss` and `grad_norm` (`StepDifference`) are the largest difference over
+    training steps, with its step. `quality` is the difference of the quality metric's values.
     """
 
     chosen: Differences | None  # items that were answered differently
@@ -50,11 +52,15 @@ class AnswerDifferences:
 
 @dataclass(frozen=True)
 class EngineRuns:
-    """The finished runs of one engine in a group, summarized against the base engine's.
+    """The finished runs (`records`) of one engine (`name`) in an `EngineGroup`, summarized against
+    the base engine's; None is unknown.
 
-    `answers` compares them with the base engine's first run. For the base itself these are its
-    other runs, which shows how far apart runs of one engine are; None if it ran once. Rates and MFU
-    are those of valid runs only.
+    `rate` (all devices together, with interval) and `mfu` are means over valid runs, `quality` over
+    all; `mem` is the highest in GiB; `ratio` is the rate over the base's (1 for the base).
+    `source`: what the rate's interval comes from, "steps" of one run or the spread of "runs".
+    `answers` compares them with the base engine's first run; for the base itself these are its
+    other runs, None if it ran once. Properties: `valid_count`, `invalid_rate` (mean rate of runs
+    that are not valid).
     """
 
     name: str
@@ -70,7 +76,7 @@ class EngineRuns:
 
     @property
     def valid_count(self) -> int:
-        """Return the number of valid runs."""
+        """Return the number of this engine's runs with status valid."""
         return sum(record.status == "valid" for record in self.records)
 
     @property
@@ -87,10 +93,12 @@ class EngineRuns:
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """Finished runs of two or more engines that were asked the same, the base engine first.
+    """Finished runs of two or more engines that were asked the same; made by `find_engine_groups`.
 
-    `metric` is the quality that is compared: the case's, else the loss of the last steps. `without`
-    names engines that were asked the same and have only failed runs.
+    `rows` has one `EngineRuns` for each engine, the base engine (torch if it is there) first.
+    `metric` names the quality metric that is compared: the case's, else the loss of the last steps.
+    `without` names engines that were asked the same and have only failed runs. Properties:
+    `records` of all engines, `base` (the first row), `unit` of the rates.
     """
 
     metric: str
@@ -99,27 +107,27 @@ class EngineGroup:
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Return the records of all engines."""
+        """Return the finished records of all engines of the group, the base engine's first."""
         return tuple(record for row in self.rows for record in row.records)
 
     @property
     def base(self) -> EngineRuns:
-        """Return the base engine's runs."""
+        """Return the base engine's runs: the first row of the group."""
         return self.rows[0]
 
     @property
     def unit(self) -> str:
-        """Return the unit of the rates."""
+        """Return the unit of the rates of the compared engines, such as "tokens/s"."""
         return rates.work_unit(self.records[0])
 
 
 def find_engine_groups(records: Iterable[Record]) -> list[EngineGroup]:
-    """Return the groups of finished records that are equal in `ENGINE_PARTS` (case, question, plan,
-    requested tune, weights, devices, ...) and have at least two engines, in the order in which they
-    come.
+    """Return the groups of finished records that are equal in `ENGINE_PARTS` (case and size,
+    division, precision, scope, plan, requested tune, question key, headline pass, weights, device
+    names) and have at least two engines, in the order in which they come.
 
-    Engines that have only failed runs of the same request (`ENGINE_REQUEST_PARTS`) are named in
-    `without`.
+    Engines that have only failed runs with equal `ENGINE_REQUEST_PARTS` (the first six of these)
+    are named in `without`.
     """
     all_records = list(records)
     finished = (record for record in all_records if record.status != "failed")
@@ -210,9 +218,12 @@ def _select_valid(records: list[Record]) -> list[Record]:
 
 def compare_answers(base: Record, record: Record, metric: str) -> AnswerDifferences:
     """Return how far a record's answers are from those of `base`, as absolute differences; both
-    must be of the same question. `metric` names the quality metric.
+    must be of the same question.
 
-    A difference is None if either record lacks it, or the kind of work has no such value.
+    `chosen` counts the items of the base's headline pass that were answered differently, `loss` and
+    `grad_norm` are the largest difference over the training steps that both have (with its step),
+    `quality` is that of the metric named `metric`. A difference is None if either record lacks it,
+    or the kind of work has no such value.
     """
     step_values = base.task.kind_row.step_values
     base_quality, record_quality = (

@@ -90,8 +90,9 @@ GROUPING_PARTS: dict[str, Callable[[Record], Any]] = {
 
 
 def make_group_key(record: Record, parts: Iterable[str]) -> str:
-    """Return a text that is equal for runs that agree in the named parts (keys of
-    `GROUPING_PARTS`); used as a grouping key.
+    """Return a text that is equal for runs that agree in the named parts (keys of `GROUPING_PARTS`,
+    such as "case", "plan" or "weights"); used as a grouping key. `sample` is the scope without its
+    steps, `asked_tune` the tune with "auto" where that chose.
 
     Raises KeyError for an unknown part.
     """
@@ -100,8 +101,8 @@ def make_group_key(record: Record, parts: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % confidence interval (low, high); an interval of None is unknown.
-    `scale` multiplies both.
+    """A number (`value`) with its 95 % confidence interval (`interval`: low and high end in the
+    unit of the value; None if unknown). `scale(factor)` returns a new one with both multiplied.
     """
 
     value: float

@@ -71,8 +71,9 @@ def _check_scope(record: Record) -> Iterator[str]:
 
 
 def _check_budget(record: Record) -> list[str]:
-    """Return at most one sentence: the first part of rank 0's time budget whose seconds differ from
-    those in the run's budget; empty if all are equal or rank 0 has none.
+    """Return at most one sentence: the first part of rank 0's time budget (wall seconds by named
+    part) that the run's budget lacks or has with other seconds; empty if all are equal or rank 0
+    has none.
     """
     first_budget = next((facts.budget for facts in record.ranks if facts.rank == 0), None) or {}
     different = [name for name, time_s in first_budget.items() if record.budget.get(name) != time_s]
@@ -81,9 +82,11 @@ def _check_budget(record: Record) -> list[str]:
 
 def _check_window(record: Record, window: PassFacts) -> Iterator[str]:
     """Yield a sentence for each thing that cannot be true of one pass on one rank (`window`): its
-    seconds in the rank's budget less than its wall time or clearly more (2 %, 0.1 s and 0.1 ms for
-    each sample), an end more than 1 s after the run's, and contradictions in its samples
-    (`_check_samples`).
+    seconds in the rank's budget (wall seconds by named part) missing, less than its wall time or
+    clearly more (2 %, 0.1 s and 0.1 ms for each sample); an end more than 1 s after the run's (the
+    sum of its budget); and contradictions in its samples (`_check_samples`).
+
+    A rank without a budget is not compared with it.
     """
     steps = [
         item for item in passes.select_samples(record, window.pass_name) if item.rank == window.rank

@@ -46,9 +46,10 @@ class FitnessRow:
     """The verdict on one fact of the machine, with advice: a row of `steelyard check`, made by
     `FitnessRule.judge`.
 
-    `name` names the fact, `found` says what was found, `level` is ok, warn, bad or unknown, `step`
-    is what to do about it (None if the level is ok, or nothing is known to help). `key` is the name
-    under which an accelerator may bring advice of its own.
+    `name` names the fact and `found` says what was found, as messages. `level` is "ok", "warn",
+    "bad" or "unknown". `step` is what to do about it; None if the level is ok, or nothing is known
+    to help. `key` is the short name of the fact, such as "power", under which an accelerator may
+    bring advice of its own.
     """
 
     key: str
@@ -60,12 +61,13 @@ class FitnessRow:
 
 @dataclass(frozen=True)
 class FitnessRule(Generic[Subject]):
-    """How one fact is judged; `judge` makes the row for a subject: a machine, a device or free
-    bytes.
+    """How one fact is judged; `judge(subject)` returns its `FitnessRow` for a machine, a device or
+    a number of free bytes.
 
-    `verdict` returns (what was found, level), or None if the fact is unknown. `name` is the message
-    code of the fact's name; what follows its last dot is the row's key. `step` is the advice for
-    levels warn and bad.
+    `verdict` is a function of the subject that returns (what was found, level), or None if the fact
+    is unknown, which gives level "unknown". `name` is the message code of the fact's name, such as
+    fit.name.power; what follows its last dot is the row's key. `step` is the advice for levels warn
+    and bad, or None.
     """
 
     name: str  # message code, such as fit.name.power
@@ -95,10 +97,13 @@ class MachineFacts:
     """The facts of a machine that `judge_machine` judges, read by `run/machine_inspection.py`; None
     is unknown.
 
-    `host` has the state of the host and of each device, `steps` the accelerator's own advice by row
-    key. `others` is the share of CPU cores that other processes take now, judged by
-    `contention_limits`. `versions` are those of Python packages, by name; None: not installed.
-    `amx` says whether advertised matrix tiles of the CPU work; None: there are none.
+    `devices` has a name for each device of `accelerator`, `problem` says why none could be found;
+    `driver` is its version, `needs_driver` whether it must have one. `host` has the state of the
+    host and of each device. `others` is the share of CPU cores that other processes take now,
+    judged by `contention_limits`. `free_bytes` of disk are by purpose ("records", "temporary").
+    `versions` are those of Python packages by name (None: not installed), `torch_build` is the
+    vendor runtime that torch was built for. `amx`: whether the CPU's matrix tiles work (None: it
+    has none). `steps`: the accelerator's own advice by row key.
     """
 
     accelerator: str

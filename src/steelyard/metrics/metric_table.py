@@ -107,9 +107,9 @@ def find_metric(metric_name: str, unit: str = "", task: Task | None = None) -> M
     """Return the metric row of a name, never None.
 
     It is looked for in the metrics of `task` first, if given, so that titles are the task's, then
-    in the shipped rows, then in every other task. For an unknown name, such as one from a package
-    that is not installed, a row without formula and meaning is made of the name and `unit`, whose
-    form follows from the unit.
+    in the shipped rows, then in every task. For an unknown name, such as one from a package that is
+    not installed, a row without formula and meaning is made of the name and `unit`, whose number
+    form follows from the unit. `unit` is not used for a known name.
     """
     known = [
         *(list_task_metrics(task) if task else []),

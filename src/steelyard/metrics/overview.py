@@ -15,10 +15,15 @@ MAX_METRIC_VALUE = 1e30  # as for rates, so that squares stay finite
 
 @dataclass(frozen=True)
 class OverviewRow:
-    """Runs that were asked the same (repeats), as one row of means; made by `make_overview_rows`.
+    """Runs that were asked the same (repeats; perhaps one alone), as one row of means; made by
+    `make_overview_rows`.
 
-    Numbers are those of the valid runs; if none is valid, of those that finished. None is unknown.
-    `quality_metric` names the quality.
+    `records` are all of them. `rate` (work per second of wall time of one device), `mfu` (a share)
+    and `energy` (J per token) are estimates with an interval, `mem` is the highest in GiB,
+    `quality` the mean of the metric that `quality_metric` names. They are of the valid runs; if
+    none is valid, of those that finished; None is unknown. Properties: `first_record`,
+    `valid_count`, `status` (the best of the runs), `accelerator` (device names), `work_name`
+    ("tokens" or "samples").
     """
 
     records: tuple[Record, ...]
@@ -31,12 +36,12 @@ class OverviewRow:
 
     @property
     def first_record(self) -> Record:
-        """Return the first record, which stands for what all have in common."""
+        """Return the first record of this row of repeats, which stands for all of them."""
         return self.records[0]
 
     @property
     def valid_count(self) -> int:
-        """Return the number of valid runs."""
+        """Return the number of valid runs of this row of repeats."""
         return sum(record.status == "valid" for record in self.records)
 
     @property
@@ -49,19 +54,25 @@ class OverviewRow:
 
     @property
     def accelerator(self) -> str:
-        """Return the device names, joined by ", "."""
+        """Return the device names of this row's first record, each once, joined by ", "; empty if
+        it has no device.
+        """
         return ", ".join(estimates.list_device_names(self.first_record))
 
     @property
     def work_name(self) -> str:
-        """Return what rates count: "tokens" or "samples"."""
+        """Return what the rates of this row of repeats count: "tokens" or "samples"."""
         return work_name(self.first_record)
 
 
 @dataclass(frozen=True)
 class AcceleratorRatio:
-    """The ratio of the rates per device of two accelerators' best valid rows on one question: `top`
-    over `base`, which is the slowest accelerator's; made by `compare_accelerators`.
+    """How much faster an accelerator is than the slowest one on the same question;
+    `compare_accelerators` makes one for each accelerator but the slowest.
+
+    `top` and `base` are `OverviewRow`s: `base` is the best valid row of the slowest accelerator,
+    `top` that of the other one. `ratio` is an estimate of top over base of their rates per device,
+    with an interval if both rates have one.
     """
 
     top: OverviewRow
@@ -71,7 +82,8 @@ class AcceleratorRatio:
 
 def make_overview_rows(records: Iterable[Record]) -> list[OverviewRow]:
     """Return one row for each group of runs that are equal in all `repeat_groups.REPEAT_PARTS`
-    (single runs too), in the order in which they come.
+    (question, engine, scope, plan, tune, weights, devices, ...; single runs too), in the order in
+    which they come.
     """
     groups = stats.group_by(
         records, lambda record: estimates.make_group_key(record, repeat_groups.REPEAT_PARTS)

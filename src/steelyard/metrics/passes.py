@@ -24,12 +24,13 @@ OTHER_PHASE = "other"  # time in no phase: launch gaps, and what an engine does 
 @dataclass(frozen=True)
 class RateSpan:
     """The part of a run over which rates, FLOPs and energy are computed: the whole headline pass in
-    scoring, its steady window in training.
+    scoring, its steady window (steps after warm-up) in training.
 
-    `counts` (tokens, samples, logits, ...) are summed over replicas, `wall_s` is the slowest
-    rank's. `compute_s` is None if the engine does not separate compute time. `bounds` are (begin,
-    end) by rank in seconds from the start of the run, `steps` the working steps by rank. `note`
-    describes a steady window; None for a whole pass.
+    `counts` (tokens, samples, logits, ... by name) are summed over replicas; `wall_s` in seconds is
+    that of `slowest_rank`. `compute_s` is None if the engine does not separate compute time.
+    `bounds` are (begin, end) by rank in seconds from the start of the run, `steps` the samples that
+    counted work, by rank. `note` is a message that describes a steady window; None for a whole
+    pass.
     """
 
     counts: dict[str, int]
@@ -238,8 +239,9 @@ def _sum_compute_by_step(window_steps: dict[int, list[Sample]]) -> float | None:
 
 
 def phases_per_step(record: Record) -> dict[str, float]:
-    """Return the mean seconds of a step by phase, on the slowest rank of the span that rates are
-    taken over; they add up to the span's wall time over its working steps.
+    """Return the mean seconds of a step by phase (data, meet, compute, exchange, ...), on the
+    slowest rank of the span that rates are taken over; they add up to the span's wall time over its
+    working steps, unless the phases alone are longer.
 
     Phases are in the order of a step, then `other` for time in no phase (at least 0). Phases of
     other samples in the span, such as evaluations, are divided among all working steps. Empty if

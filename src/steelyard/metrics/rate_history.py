@@ -32,8 +32,9 @@ VARYING_FIELDS = (
 
 @dataclass(frozen=True)
 class IndexedRecord:
-    """A record's index entry (`entry`, a summary with status, rate and key), and the path of its
-    file. `rate` is None unless the record is valid.
+    """A record file in the history: its `path`, and `entry`, the summary of it in the index (id,
+    status, rate, key, ...). Property `rate` is an estimate from the entry; None unless the record
+    is valid and has one.
     """
 
     path: Path
@@ -54,9 +55,10 @@ class TrendPoint:
     """One point of a trend: a run, or consecutive repeats of it (`runs`), with the mean rate of its
     valid runs.
 
-    `rate` is None if no valid run has one; `source` says what its interval comes from. `to_first`
-    and `to_previous` are the ratios of its rate to those of the first and of the previous point
-    that has a rate; None if there is no such point, or this one has no rate.
+    `rate` is None if no valid run has one; `source` says what its interval comes from ("steps" of
+    one run, or "runs"). `to_first` and `to_previous` are the ratios of its rate to those of the
+    first and of the last point before it that have a rate; None if there is no such point, or this
+    one has no rate. Properties: `rates` of the valid runs, `valid_count`.
     """
 
     runs: tuple[IndexedRecord, ...]
@@ -67,22 +69,23 @@ class TrendPoint:
 
     @property
     def rates(self) -> list[Estimate]:
-        """Return the rates of the valid runs."""
+        """Return the rates (estimates) of this point's valid runs that have one."""
         return _list_rates(self.runs)
 
     @property
     def valid_count(self) -> int:
-        """Return the number of valid runs."""
+        """Return the number of valid runs of this point of a trend."""
         return sum(indexed.entry.status == "valid" for indexed in self.runs)
 
 
 @dataclass(frozen=True)
 class FirstBadRecord:
-    """The first bad record of a trend: not valid, or significantly slower than the best point
-    before it by more than the threshold.
+    """The first bad record of a trend: `record` is not valid, or belongs to a point that is slower
+    than the best point before it by more than the threshold, significantly or, where that cannot be
+    tested, with an interval wholly below.
 
-    `ratio` (to that point) and `best` (its first valid record) are None for a record that is not
-    valid.
+    `ratio` (to the best point's rate) and `best` (that point's first run with a rate) are None for
+    a record that is not valid.
     """
 
     record: IndexedRecord
@@ -92,8 +95,12 @@ class FirstBadRecord:
 
 @dataclass(frozen=True)
 class Trend:
-    """The points of one trend (records of one question, engine, plan, precision, devices and
-    scope), oldest first, and its first bad record; None if there is none.
+    """Records of one question, engine, plan, precision, devices and scope (how much of the question
+    was run) over time; made by `build_history`.
+
+    `points` are `TrendPoint`s, oldest first; `first_bad` is its first bad record, None if there is
+    none. Properties: `first_entry`, the index entry of the oldest record, and `unit` of the rates
+    (empty if none is known).
     """
 
     points: tuple[TrendPoint, ...]
@@ -101,12 +108,16 @@ class Trend:
 
     @property
     def first_entry(self) -> RecordSummary:
-        """Return the entry of the first record, which names what the trend has in common."""
+        """Return the index entry of the trend's oldest record, which names what its records have in
+        common.
+        """
         return self.points[0].runs[0].entry
 
     @property
     def unit(self) -> str:
-        """Return the unit of the rates; empty if no entry has one."""
+        """Return the unit of the trend's rates, from the first entry that has one; empty if none
+        has.
+        """
         return next(
             (
                 indexed.entry.unit
@@ -120,8 +131,9 @@ class Trend:
 
 @dataclass(frozen=True)
 class RateHistory:
-    """All trends, and the files that are no record or do not verify (`not_verified`), from
-    `build_history`. `threshold` is the share below which a slowdown does not count.
+    """What `steelyard history` shows, from `build_history`: `trends`, and `not_verified`, the files
+    that are no record or do not verify. `threshold` is the share (0.01 is 1 %) below which a
+    slowdown does not count.
     """
 
     trends: tuple[Trend, ...]
@@ -262,7 +274,9 @@ def _group_trends(ordered: list[IndexedRecord]) -> list[list[IndexedRecord]]:
 
 
 def _make_trend_key(entry: RecordSummary, key: str) -> str:
-    """Return the grouping key of an entry in which `key` stands for its question."""
+    """Return the text by which an index entry is grouped into a trend: `key` (of its question),
+    engine, plan, precision, devices and scope, as JSON.
+    """
     return to_canonical_json(
         [key, entry.engine, entry.plan, entry.precision, entry.devices, entry.scope]
     )

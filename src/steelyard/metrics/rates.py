@@ -327,7 +327,7 @@ def find_series(record: Record, rank: int) -> TelemetrySeries | None:
 
 def e2e_time(record: Record) -> Result:
     """Return the seconds from the start of `run` to the finished record: the sum of the run's time
-    budget; None if the run ended before there was one.
+    budget (wall seconds by named part); without a value if the run ended before there was one.
     """
     return (
         Result(fsum(record.budget.values()))

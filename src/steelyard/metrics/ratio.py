@@ -24,13 +24,15 @@ LOG_ROUNDING = 1e-12  # a smaller spread of logarithms is rounding
 
 @dataclass(frozen=True)
 class Ratio:
-    """The ratio NEW / BASE of two sides' geometric means.
+    """The ratio NEW / BASE (`value`) of two sides' geometric means, with its 95 % `interval` (low,
+    high).
 
-    `verdict` is "significant" if the 95 % interval does not contain 1, "not tested" if a side has
-    fewer than two runs or all runs are equal. `source` says where the interval comes from: "runs"
-    is the spread between runs; "steps" means that nothing was tested, and the interval is only that
-    of steps inside a run, which says nothing of the spread between runs. `interval` and `source`
-    are None if unknown.
+    `verdict` is "significant" if the interval does not contain 1, "not significant" if it does,
+    "not tested" if a side has fewer than two runs or all runs are equal. `source` says where the
+    interval comes from: "runs" is the spread between runs; "steps" means that nothing was tested,
+    and the interval is only that of steps inside a run, which says nothing of the spread between
+    runs. `interval` and `source` are None if unknown. `exceeds(threshold)` tells whether the value
+    is farther than that from 1.
     """
 
     value: float
@@ -39,7 +41,7 @@ class Ratio:
     verdict: Significance
 
     def exceeds(self, threshold: float) -> bool:
-        """Return whether the value differs from 1, up or down, by more than `threshold` (a share,
+        """Return whether this ratio differs from 1, up or down, by more than `threshold` (a share,
         such as 0.01).
         """
         return abs(self.value - 1) > threshold

@@ -26,9 +26,9 @@ FieldValues = dict[str, Any]
 
 @dataclass(frozen=True)
 class FieldDifference:
-    """A field (dotted name) that differs between two sides, with the distinct values of each side's
-    records, `base` and `new`; several if its own runs differ. None stands for a record without the
-    field.
+    """A field that differs between two sides of a comparison: its dotted `name`, such as
+    question.train.batch, and tuples `base` and `new` of the distinct values in the records of each
+    side; several if its own runs differ. None stands for a record without the field.
     """
 
     name: str

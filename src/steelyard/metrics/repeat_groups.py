@@ -39,11 +39,13 @@ MAX_REPEATED_VALUE = 1e30  # as for rates, so that squares stay finite
 
 @dataclass(frozen=True)
 class MetricSpread:
-    """One metric over the valid runs of a group that have a value for it (`runs` of them): mean,
-    lowest, highest, and how far runs differ.
+    """One metric over the valid runs of a group that have a value for it (`runs` is their number).
 
-    `deviation` is the sample standard deviation between runs as a share of the mean; None for one
-    run, or a mean of 0.
+    `name` is a metric, or `rate`: work of all devices per second of wall time; values are in
+    `unit`. `mean` is an estimate; `source` is what its interval comes from, the spread of "runs",
+    or "steps" of a single run (None without an interval). `deviation` is the sample standard
+    deviation between runs as a share of the mean; None for one run, or a mean of 0. `lowest` and
+    `highest` are over the runs.
     """
 
     name: str  # a metric, or `rate`: work of all devices per second of wall time
@@ -58,11 +60,13 @@ class MetricSpread:
 
 @dataclass(frozen=True)
 class RepeatGroup:
-    """Two or more runs that were asked the same, in the order in which they came, with the spread
-    of their metrics over the valid ones; from `find_repeat_groups`.
+    """Two or more runs that were asked the same (`records`, in the order in which they came), from
+    `find_repeat_groups`.
 
-    `metrics` is empty if no run is valid. `interval_only` counts the runs that are invalid only
-    because their own steps are too uneven.
+    `metrics` are the spreads of rate, MFU, memory, energy per token and quality over the valid
+    runs; empty if none is valid. Properties: `valid` and `not_valid` records (invalid or failed),
+    and `interval_only`, the number of runs whose only reason is code "interval": their own steps
+    are too uneven.
     """
 
     records: tuple[Record, ...]
@@ -70,18 +74,18 @@ class RepeatGroup:
 
     @property
     def valid(self) -> tuple[Record, ...]:
-        """Return the runs with status valid."""
+        """Return the records of this group of repeats with status valid."""
         return tuple(record for record in self.records if record.status == "valid")
 
     @property
     def not_valid(self) -> tuple[Record, ...]:
-        """Return the runs that are invalid or failed."""
+        """Return the records of this group of repeats that are invalid or failed."""
         return tuple(record for record in self.records if record.status != "valid")
 
     @property
     def interval_only(self) -> int:
-        """Return the number of runs whose only reason against validity is that the interval of
-        their own steps is too wide.
+        """Return the number of runs of this group that are not valid only because the interval of
+        their own steps is too wide (all their reasons have code "interval").
         """
         return sum(
             {reason.code for reason in record.reasons} == {"interval"} for record in self.not_valid
@@ -89,11 +93,13 @@ class RepeatGroup:
 
 
 def find_repeat_groups(records: Iterable[Record]) -> list[RepeatGroup]:
-    """Return the groups of at least two runs that were asked the same: equal in all `REPEAT_PARTS`;
-    in the order in which they come.
+    """Return the groups of at least two runs that were asked the same, in the order in which they
+    come: equal in all `REPEAT_PARTS` (case and size, division, precision, gate and interval limit,
+    engine, scope, plan, tune, question key, headline pass, weights, device names, steps of
+    restarts, formulas version).
 
     A failed run, which lacks some parts, joins the group of the first finished run with equal
-    `REPEAT_REQUEST_PARTS`; failed runs without one form groups of their own.
+    `REPEAT_REQUEST_PARTS` (up to tune); failed runs without one form groups of their own.
     """
     all_records = list(records)
     key_by_request = {

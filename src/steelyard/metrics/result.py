@@ -17,8 +17,8 @@ WorkName = Literal["tokens", "samples"]  # the counts that rates are taken of
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The outcome of one named validity check: whether it passed (`ok`), and the message that says
-    what was found. Records store it as `Check`.
+    """The outcome of one validity check, such as `clocks_agree` (`name`): whether it passed (`ok`),
+    and a `message` that says what was found. Records store it as `Check`.
     """
 
     name: str
@@ -28,7 +28,8 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a validity rule found: a check, a note, or both.
+    """One thing that a validity rule found: a check (`CheckResult`), a `note` (a message that does
+    not affect validity), or both; None for what it is not.
 
     `code` is the reason code that makes the run invalid if the check did not pass; it is ignored if
     the check passed.
@@ -78,9 +79,11 @@ def make_note(message: Message) -> Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """What a formula computed: a value with an optional 95 % interval and note.
+    """What the formula of a metric computed: `value` in the metric's unit, with an optional 95 %
+    `interval` (low, high) and `note`, a message.
 
-    A value of None means that the metric cannot be computed for this record; `note` then says why.
+    A value of None means that the metric cannot be computed for this record; the note then says
+    why.
     """
 
     value: float | None

@@ -26,10 +26,13 @@ SCALING_PARTS = (
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """The runs of one plan, with speed-up and efficiency relative to the base plan.
+    """The valid runs of one plan (`records`) in a `ScalingGroup`, with speed-up and efficiency
+    relative to the base plan.
 
-    Speed-up is the rate over the base's; efficiency is speed-up over the ratio of device counts.
-    Those of the base are 1 by definition and have no interval.
+    `rate` is the mean over the runs, of all devices together; `source` is what its interval comes
+    from ("steps" or "runs"). `speedup` is the rate over the base's, `efficiency` is speed-up over
+    the ratio of device counts; both are estimates. Those of the base (`is_base`) are 1 by
+    definition and have no interval. Property `plan`: nodes, devices and degrees.
     """
 
     records: tuple[Record, ...]
@@ -47,9 +50,12 @@ class ScalingRow:
 
 @dataclass(frozen=True)
 class ScalingGroup:
-    """Records that differ only in their plan: one row for each plan, fewest devices first.
+    """Valid records on at least two numbers of devices that differ only in their plan; made by
+    `find_scaling_groups`.
 
-    `unit` is that of the rates. The base row is the fastest plan on the fewest devices.
+    `rows` has one `ScalingRow` for each plan, fewest devices first; `unit` is that of the rates.
+    Properties: `records` of all rows, and `base`, the row that speed-ups are relative to: the
+    fastest plan on the fewest devices.
     """
 
     unit: str
@@ -57,19 +63,20 @@ class ScalingGroup:
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Return the records of all rows."""
+        """Return the records of all plans of the group, fewest devices first."""
         return tuple(record for row in self.rows for record in row.records)
 
     @property
     def base(self) -> ScalingRow:
-        """Return the row that speed-ups are relative to."""
+        """Return the row that the speed-ups of the group are relative to."""
         return next(row for row in self.rows if row.is_base)
 
 
 def find_scaling_groups(records: Iterable[Record]) -> list[ScalingGroup]:
-    """Return the groups of valid records that are equal in `SCALING_PARTS` (question, engine, kind
-    of device, requested tune, ...) and have runs on at least two different numbers of devices, in
-    the order in which they come.
+    """Return the groups of valid records that are equal in `SCALING_PARTS` (question key, division,
+    precision, engine, headline pass, scope without its number of steps, device names, requested
+    tune) and have runs on at least two different numbers of devices, in the order in which they
+    come.
 
     Records that are not valid or have no rate are left out. Empty if there is no such group.
     """

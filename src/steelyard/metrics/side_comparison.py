@@ -46,8 +46,8 @@ ChangeDirection = Literal["better", "worse", ""]
 @dataclass(frozen=True)
 class ComparisonSide:
     """The records of one side (BASE or NEW) of a comparison, oldest first, each once; made by
-    `make_side`. `valid`, `not_valid` and `finished` (not failed) select by status. `name` stands
-    for it in messages.
+    `make_side`. `name` stands for it in messages. Properties `valid`, `not_valid` (invalid or
+    failed) and `finished` (valid or invalid) return the records of that status.
     """
 
     name: str
@@ -55,29 +55,31 @@ class ComparisonSide:
 
     @property
     def valid(self) -> tuple[Record, ...]:
-        """Return the records with status valid."""
+        """Return the records of this side of a comparison with status valid."""
         return tuple(record for record in self.records if record.status == "valid")
 
     @property
     def not_valid(self) -> tuple[Record, ...]:
-        """Return the records that are invalid or failed, whose numbers do not count."""
+        """Return the records of this side of a comparison that are invalid or failed, whose rates
+        and metrics do not count.
+        """
         return tuple(record for record in self.records if record.status != "valid")
 
     @property
     def finished(self) -> tuple[Record, ...]:
-        """Return the records that did not fail (valid or invalid)."""
+        """Return the records of this side of a comparison that did not fail (valid or invalid)."""
         return tuple(record for record in self.records if record.status != "failed")
 
 
 @dataclass(frozen=True)
 class ValueChange:
-    """A metric or phase on both sides of a comparison: means over valid runs (`base`, `new`), and
-    their ratio; made by `_make_change`.
+    """A metric, or a phase in seconds per step (`name`), on both sides of a comparison: means over
+    valid runs (`base`, `new`) in `unit`, and their ratio; made by `_make_change`.
 
     `base` or `new` is None if a valid run of that side lacks the value, or the side has no valid
     run. `better` is "higher", "lower" or "" if neither is; `form` is how the number is written,
     such as "percent". `ratio` (new / base, of geometric means) is None if a side is unknown or a
-    value is not positive.
+    value is not positive. Property `direction`: whether NEW is "better" or "worse", or "".
     """
 
     name: str
@@ -103,8 +105,9 @@ class ValueChange:
 
 @dataclass(frozen=True)
 class SideRate:
-    """The rate of a side of a comparison, the mean over its valid runs with interval, and what the
-    interval comes from: "steps" of one run, or "runs"; None without one.
+    """The rate of a side of a comparison: `estimate`, the mean over its valid runs with interval,
+    in the unit of the comparison, and `source`, what the interval comes from: "steps" of one run,
+    or the spread of "runs"; None without an interval.
     """
 
     estimate: Estimate
@@ -113,8 +116,8 @@ class SideRate:
 
 @dataclass(frozen=True)
 class NoRatioReason:
-    """Why a comparison has no ratio of rates: by `code`, `values` name the side that has no valid
-    run or no rate, or the two units of rates that count different work.
+    """Why a comparison has no ratio of rates. `code` is "no_valid_run" or "no_rate", with the name
+    of that side in `values`, or "different_work", with the two units of the rates.
     """
 
     code: Literal["no_valid_run", "no_rate", "different_work"]
@@ -123,11 +126,16 @@ class NoRatioReason:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sides of a question compared, as `compare_sides` returns it; pairs are (base, new).
+    """Two sides of a question compared, as `compare_sides` returns it; pairs are (base, new), None
+    is unknown.
 
-    `threshold` is the share below which a change of the rate does not matter. `ratio` is that of
-    the rates, in `unit`; None for the reason in `why`. `metrics` and `phases` list what changed,
-    `setting_differences` what the runs were made with; `outcome` and `has_regressed` sum it up.
+    `rates` are means in `unit`, `ratio` is new / base; None for the reason in `why`. `threshold` is
+    the share below which a change of the rate does not matter. `answers` say how far answers are
+    from the base's first run, by `quality_metric`. `metrics` are those that changed
+    (`equal_metric_count` did not), `phases` seconds per step; steps compare if `has_equal_steps`
+    (`tokens_per_step` agree). `question_differences` are those that `across` allows,
+    `setting_differences` what else the runs were made with. Properties: `outcome` (a word for the
+    rate) and `has_regressed`.
     """
 
     base: ComparisonSide
@@ -287,7 +295,9 @@ def _choose_work(
 
 
 def _list_rates(one_side: ComparisonSide, count_name: WorkName) -> list[Estimate]:
-    """Return the rates of the side's valid runs that have one, by this count."""
+    """Return the rates of the side's valid runs that have one, in `count_name` ("tokens" or
+    "samples") of all devices per second.
+    """
     return [
         estimate
         for estimate in (estimates.estimate_rate(record, count_name) for record in one_side.valid)
@@ -296,14 +306,18 @@ def _list_rates(one_side: ComparisonSide, count_name: WorkName) -> list[Estimate
 
 
 def _average_rate(known_rates: list[Estimate]) -> SideRate | None:
-    """Return the mean of the rates; None if there are none."""
+    """Return the arithmetic mean of a side's rates with its interval, and what that comes from;
+    None if there are none.
+    """
     return SideRate(*estimates.average_runs(known_rates)) if known_rates else None
 
 
 def _explain_missing_rate(
     one_side: ComparisonSide, known_rates: list[Estimate]
 ) -> NoRatioReason | None:
-    """Return why a side has no rates; None if it has."""
+    """Return why a side has no rates, with its name: code "no_valid_run", or "no_rate" if it has
+    valid runs; None if it has rates.
+    """
     return (
         None
         if known_rates

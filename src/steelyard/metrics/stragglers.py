@@ -36,13 +36,15 @@ NO_TIME = Message("straggler.no_time")
 
 @dataclass(frozen=True)
 class RankTime:
-    """A rank's own time in a step, or a replica's in a pass, in seconds; for steps, means over the
-    steady window. A row of `Stragglers`.
+    """The own time of a rank in a step, or of a replica in a pass, in seconds; for steps, means
+    over the steady window. A row of `Stragglers`.
 
-    `own_s` is its time before it meets the others, `others_s` the median of the others' times,
-    `cost_s` the difference. `spread_s` is half of the 95 % interval of `cost_s`; None for a single
-    step or a pass. `wait_s` is the time in phases `meet` and `exchange`; None if waiting is not
-    separate.
+    `ranks` is one rank, or all of a replica, on `host` and `device` (None: unknown). `own_s` is its
+    time before it meets the others, `others_s` the median of the others' times, `cost_s` the
+    difference (negative if faster), `relative` that as a share. `spread_s` is half of the 95 %
+    interval of `cost_s`; None for a single step or a pass. `wait_s` is the time in phases `meet`
+    and `exchange`; None if waiting is not separate. `tokens` were counted in its steps; None for
+    basis "data".
     """
 
     ranks: tuple[int, ...]  # one, or all ranks of a replica
@@ -56,25 +58,29 @@ class RankTime:
 
     @property
     def cost_s(self) -> float:
-        """Return how many seconds it takes longer than the median of the others; negative if it is
-        faster.
+        """Return how many seconds this rank or replica takes longer than the median of the others;
+        negative if it is faster.
         """
         return self.own_s - self.others_s
 
     @property
     def relative(self) -> float | None:
-        """Return `cost_s` as a share of the others' time; None if that is 0."""
+        """Return `cost_s` of this rank or replica as a share of the others' median time; None if
+        that is 0.
+        """
         return self.cost_s / self.others_s if self.others_s > 0 else None
 
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The times of all ranks (or replicas) of a run, slowest first, from `find_stragglers`.
+    """The times of all ranks (or replicas) of a run (`rows` of `RankTime`, slowest first), from
+    `find_stragglers`.
 
     `basis` says what a rank's own time is: "compute" is phases data and compute of a step, "data"
-    is phase data alone, "pass" is the whole pass of a replica. `share` is the part of a step or
-    pass lost to the slowest, `is_slow` whether that is worth a note. `more_work` explains it by
-    more tokens.
+    is phase data alone, "pass" is the whole pass of a replica. `step_s` is the mean time of a step,
+    or the slowest wall time of the pass. `more_work` is tokens of the slowest over the others'
+    median; None unless clearly more. Properties of the slowest: `slowest` (its row), `rank`,
+    `host`, `cost_s`, `share` of a step or pass lost to it, `is_slow`: whether that is worth a note.
     """
 
     basis: OwnTimeBasis
@@ -85,23 +91,23 @@ class Stragglers:
 
     @property
     def slowest(self) -> RankTime:
-        """Return the slowest rank or replica."""
+        """Return the row of the slowest rank or replica, the first."""
         return self.rows[0]
 
     @property
     def rank(self) -> int:
-        """Return the first rank of the slowest."""
+        """Return the rank that is slowest; of a replica its first rank."""
         return self.slowest.ranks[0]
 
     @property
     def host(self) -> str | None:
-        """Return the host of the slowest; None if unknown."""
+        """Return the host of the slowest rank or replica (several joined by ", "), or None."""
         return self.slowest.host
 
     @property
     def cost_s(self) -> float:
-        """Return the seconds that the slowest takes longer than the median of the others; negative
-        if it is faster.
+        """Return the seconds that the slowest rank or replica takes longer than the median of the
+        others; negative if it is faster.
         """
         return self.slowest.cost_s
 
@@ -123,8 +129,9 @@ class Stragglers:
 
 @dataclass(frozen=True)
 class UnknownStragglers:
-    """The reason, as a message, why no slowest rank can be told: one of `ALONE`, `ONE_REPLICA`,
-    `UNFINISHED`, `NOT_SEPARATE` and `NO_TIME`.
+    """Why `find_stragglers` cannot tell a slowest rank: `reason` is one of the messages `ALONE`
+    (one device), `ONE_REPLICA` (of scoring), `UNFINISHED` (ranks are missing), `NOT_SEPARATE` (the
+    engine does not mark phases) and `NO_TIME` (steps took no time).
     """
 
     reason: Message

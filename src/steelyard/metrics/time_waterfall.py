@@ -26,8 +26,9 @@ MAX_SLOWER = 0.01  # share; if the profile is slower by more, rows are shares of
 
 @dataclass(frozen=True)
 class WaterfallRow:
-    """One row of a waterfall: an activity or loss and its seconds, which may be negative. `name` is
-    a key of the catalogue of words, which explains it and what to try.
+    """One row of a waterfall: an activity or loss, its seconds (`time_s`), which may be negative,
+    and `share`, its part of the waterfall's `whole_s`. `name`, such as "matmul" or "data", is a key
+    of the catalogue of words, which explains it and what to try.
     """
 
     name: str
@@ -37,12 +38,15 @@ class WaterfallRow:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """The time of one rank, divided into rows that add up to `whole_s` within 1 %; made by
-    `make_waterfalls`.
+    """The time of one rank, divided into `rows` (`WaterfallRow`) that add up to `whole_s` within 1
+    %; made by `make_waterfalls`.
 
-    `steps` is the number of steps it covers, `measured_s` the measured time of the same work.
-    `profile` is None if the rows come from samples. `bandwidth_bytes_per_s` is the datasheet's
-    memory bandwidth; None if unknown. `is_impossible` and `is_close` say whether to believe it.
+    `steps` is the number of steps it covers, `measured_s` the time that the same work took as
+    measured. `profile` is None if the rows come from samples. `bandwidth_bytes_per_s` is the
+    datasheet's memory bandwidth; None if unknown. Properties: `kernels` (profiled ones but matmuls
+    and attention), `whole_s` (what shares are relative to: `measured_s`, or the profile's time if
+    over 1 % longer), `is_impossible` (a row is negative), `is_close` (profile and measured time
+    agree within 2 %).
     """
 
     rank: int
@@ -62,15 +66,15 @@ class Waterfall:
 
     @property
     def whole_s(self) -> float:
-        """Return the seconds that shares are relative to: the measured time, or that of the profile
-        if it was more than 1 % slower.
+        """Return the seconds that the shares of a waterfall are relative to: the measured time, or
+        that of the profile if it was more than 1 % longer.
         """
         return _whole_s(self.profile, self.measured_s)
 
     @property
     def is_impossible(self) -> bool:
-        """Return whether a row is negative: the FLOPs at the datasheet's peak take longer than all
-        kernels did.
+        """Return whether a row of the waterfall is negative: the FLOPs at the datasheet's peak take
+        longer than all kernels did.
         """
         return any(row.time_s < 0 for row in self.rows)
 
@@ -91,9 +95,11 @@ class _ProfileTimes:
     `_make_profile_times`.
 
     `kinds` has the kernels' time by kind (matmul, attention, other, copy, communication, bubble).
-    The ideal times are those of one rank's model FLOPs at the datasheet's peak; None if no peak is
-    known. `recomputed_share` is the share of matmul and attention time that recomputes activations
-    to save memory.
+    `ideal_matmul_s` and `ideal_attention_s` are those of one rank's model FLOPs at the datasheet's
+    peak; None if no peak is known. `recomputed_share` (0 to 1) is the part of matmul and attention
+    time that recomputes activations to save memory. Properties and methods: `kind_s(kind)`,
+    `whole_s` of the profiled steps, `waited_s` (the device did nothing), `data_s` (of that, for
+    inputs), `above_ideal_s(kind, ideal_s)`.
     """
 
     profile: Profile
@@ -103,7 +109,9 @@ class _ProfileTimes:
     recomputed_share: float  # of matmul and attention time
 
     def kind_s(self, kind: str) -> float:
-        """Return the kernel time of a kind in seconds; 0 if there is none."""
+        """Return the profile's kernel time of a kind (such as "matmul") in seconds; 0 if there is
+        none.
+        """
         return self.kinds.get(kind, 0.0)
 
     @property
@@ -118,8 +126,8 @@ class _ProfileTimes:
 
     @property
     def data_s(self) -> float:
-        """Return the seconds of that in which the device waited for its inputs; copies of inputs
-        count as activity.
+        """Return the seconds, within `waited_s`, in which the device waited for its inputs: the
+        profile's time for data less that of copies, which count as activity.
         """
         return min(self.waited_s, max(0.0, self.profile.data_s - self.kind_s("copy")))
 
@@ -165,12 +173,14 @@ def make_waterfalls(record: Record) -> list[Waterfall]:
 
 
 def _from_profile(record: Record, profile: Profile) -> Waterfall | None:
-    """Return the waterfall of a profile (of one rank, `--explain`); None if the measured time of
-    its work is unknown.
+    """Return the waterfall of a profile (of one rank, `--explain`); None if the measured time is
+    unknown. That is what the profiled work takes at the rate of the run (`_measured_s`).
 
-    Rows are `PROFILE_ROWS`, of which kernel rows are merged if one would be negative. Without a
-    datasheet peak, matmuls and attention are rows of their whole time (`matmuls`, `attentions`).
-    Measured time beyond the profile's is row `unexplained`.
+    Rows are `PROFILE_ROWS`, in that order; those of 0 s are left out. If one would be negative,
+    matmul and attention become one row `products`, or, if that is not enough, these and other one
+    row `kernels`, which may stay negative. Without a datasheet peak, unmerged matmul and attention
+    rows are of their whole time (`matmuls`, `attentions`). Measured time beyond the profile's is
+    row `unexplained`, last.
     """
     measured_s = _measured_s(record, profile)
     if not measured_s:

@@ -47,10 +47,11 @@ class Judgement:
     """What follows from a record's evidence, as messages that are not yet in a language; made by
     `judge_as_messages`.
 
-    `checks` are all checks, passed or not, in the order of the rules. `reasons` are (code, message)
-    of the checks that did not pass; none means valid. `notes` do not affect validity. `quality` is
-    the value of the quality metric; `unevaluated` says why it is not checked against the gate, None
-    if it is.
+    `checks` (`CheckResult`) are all checks, passed or not, in the order of the rules. `reasons` are
+    (code, message) of the checks that did not pass and have a reason code; none means valid.
+    `notes` do not affect validity. `quality` has the metric's name and value, and whether the
+    case's gate applies (`evaluated`); `unevaluated` is the message why it does not, None if it
+    does.
     """
 
     checks: tuple[CheckResult, ...]

@@ -19,8 +19,8 @@ from steelyard.record.record import Check, Reason, Record, Value
 
 
 def read_verified_record(path: Path) -> Record:
-    """Read a record file, verify it and return the record; raise RequestError if the file is no
-    record, or, with the first problem, if it does not verify.
+    """Read the record file at `path`, verify it and return the record; raise RequestError if it is
+    no record, or, with the first problem that `_find_problems` finds, if it does not verify.
     """
     run_record = record.read_record(path)
     for problem in _find_problems(path, run_record):
@@ -29,8 +29,9 @@ def read_verified_record(path: Path) -> Record:
 
 
 def verify_record(path: Path) -> list[str]:
-    """Return everything that is wrong with a record file, as sentences; empty if it is sound.
-    Raises RequestError if the file is not a record.
+    """Return everything that is wrong with the record file at `path`, as sentences
+    (`_find_problems`: hashes, question, metrics, checks, notes, quality, status, reasons,
+    contradictions); empty if it is sound. Raises RequestError if the file is not a record.
     """
     return list(_find_problems(path, record.read_record(path)))
 
@@ -67,12 +68,14 @@ def list_remarks(path: Path) -> list[str]:
 
 
 def _find_problems(path: Path, run_record: Record) -> Iterator[str]:
-    """Yield what is wrong with a record, as sentences: bytes that do not match hashes, question and
-    key, metrics, checks, notes, quality, status and reasons that do not follow from its samples,
-    and contradictions in its evidence.
+    """Yield what is wrong with a record, as sentences: bytes that do not match hashes; a key that
+    is not that of question and data, or another division or precision; metrics, checks, notes,
+    quality, status and reasons that do not follow from its samples; and contradictions in its
+    evidence.
 
-    Everything is derived again, by the record's version of the formulas. Checks that would be
-    derived now and that the record lacks are no problem.
+    Everything is derived again, by the record's version of the formulas. Checks, metrics and notes
+    that would be derived now and that the record lacks are no problem, nor are other texts of
+    checks and reasons: checks are compared by name and result, reasons by code.
     """
     metrics = metric_table.derive_metrics(run_record)
     checks, reasons, notes, quality = validity.judge_record(run_record, metrics)

@@ -27,12 +27,14 @@ ROW_MULTIPLE = 64  # rows of a layout of fixed size
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where the rows of a packed batch begin and end, as cumulative lengths of queries (`cu_q`) and
-    of keys (`cu_k`), int32 [rows + 1], with the longest of each (`max_q`, `max_k`).
+    """Where the rows of a packed batch begin and end, on the device: cumulative lengths of queries
+    (`cu_q`) and of keys (`cu_k`), int32 [rows + 1], with the longest row of each, or an upper bound
+    of it (`max_q`, `max_k`).
 
     Both differ only where rows share a cached prefix: then a row has more keys than queries, and
     `gather`, int64 [Tk], is the index of each key in the cached prefix's keys followed by this
-    batch's. `visible_ranges` caches in `ranges_by_window`.
+    batch's; None without a prefix. `visible_ranges(queries, window)` returns which keys each query
+    sees, and caches that in `ranges_by_window`.
     """
 
     cu_q: Tensor  # int32 [rows + 1], on the device
@@ -62,10 +64,10 @@ PrefixCache = tuple[Tensor, Tensor]  # cached keys and values of one layer: [siz
 def make_packed_layout(
     q_lens: list[int], k_lens: list[int] | None, device: torch.device, gather: Tensor | None = None
 ) -> PackedLayout:
-    """Return the layout of rows with these lengths, with its tensors on the device. `k_lens` is
-    given only where rows see more keys (a shared prefix) than they have queries. `gather` is the
-    index of each key in the cached prefix's keys followed by this batch's; None if no prefix is
-    cached.
+    """Return the layout of rows with these lengths, with its tensors on the device; ValueError
+    without rows. `k_lens` is given only where rows see more keys (a shared prefix) than they have
+    queries; None: as many keys as queries. `gather` is the index of each key in the cached prefix's
+    keys followed by this batch's; None if no prefix is cached.
     """
     keys = q_lens if k_lens is None else k_lens
     cu_q = make_offsets(q_lens, device)
@@ -185,8 +187,9 @@ def _attend_by_cudnn(
 def _attend_by_packed(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None = None
 ) -> Tensor:
-    """Compute attention by this package's Triton kernel; see `triton_attend_packed_rows` for what
-    it refuses.
+    """Compute causal attention [Tq, H, D] over packed rows, with a window if given, by this
+    package's Triton kernel; see `triton_attend_packed_rows` for what it refuses. The visible ranges
+    are cached in the layout.
     """
     return packed_attention.triton_attend_packed_rows(
         q, k, v, layout.visible_ranges(len(q), window)
@@ -310,16 +313,15 @@ def attend_packed_rows(
     prefix: PrefixCache | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Return attention of packed rows by the named kernel of `ATTENTION_KERNELS` (KeyError if
-    unknown), [Tq, H, D]; q is [Tq, H, D] or by key group, [Tq, G, H / G, D], k and v are [Tk, G,
-    D].
+    """Return attention of packed rows by the named kernel of `ATTENTION_KERNELS`, [Tq, H, D]; q is
+    [Tq, H, D] or by key group, [Tq, G, H / G, D], k and v are [Tk, G, D].
 
     `prefix` holds the cached keys and values of shared prefixes, read only if the layout has
-    `gather`; ValueError is raised if it is missing then, or if the kernel has no windows and the
-    window is shorter than the longest row. Prefixes are copied in front of each row that sees them,
-    so that sums are in the order of a row computed whole: both divisions get bit-identical
-    attention from a kernel that treats rows alike. Inside torch.compile without gradients it calls
-    the custom op.
+    `gather`; ValueError is raised if it is missing then, if the kernel is unknown, or if it has no
+    windows and the window is shorter than the longest row. Prefixes are copied in front of each row
+    that sees them, so that sums are in the order of a row computed whole: both divisions get
+    bit-identical attention from a kernel that treats rows alike. Inside torch.compile without
+    gradients it calls the custom op.
     """
     if layout.gather is not None and prefix is None:
         raise ValueError("a layout with shared prefixes needs their cached keys and values")
@@ -347,8 +349,8 @@ def _run_kernel(
     """Put cached prefixes before the rows' keys and values, as `layout.gather` says, call the
     kernel and return [Tq, H, D]; no custom op, which would hide the operations from a FLOP counter.
 
-    A window that is not shorter than the longest row is not passed on; raises ValueError if one is
-    needed and the kernel has none.
+    A window that is not shorter than the longest row is not passed on; raises ValueError if the
+    kernel is unknown, or if a window is needed and it has none.
     """
     if kernel not in ATTENTION_KERNELS:
         raise ValueError(f"attention kernel {kernel!r}; allowed: {', '.join(ATTENTION_KERNELS)}")

@@ -54,14 +54,15 @@ def find_unwanted_key(config: dict[str, Any]) -> str | None:
 
 
 class AutoModel(FrozenModel):
-    """Dimensions and configuration of a model that transformers' AutoModelForCausalLM builds:
-    `config` is its config.json as far as it says what is computed, `null` the keys of it that are
-    null.
+    """Dimensions and configuration of a model that transformers' AutoModelForCausalLM builds
+    (family `auto`): `model_type` is the library's name of the architecture, `config` its
+    config.json as far as it says what is computed, `null` the keys of it that are null.
 
-    `token_flops`, `pair_flops` and `logit_flops` are what torch's FLOP counter counts for it on
-    meta tensors, `parameters` the whole model's. Validation raises ValueError for unwanted keys in
-    `config` or `null`, numbers that are not finite, or more than `MAX_CONFIG_CHARACTERS` characters
-    as JSON.
+    `token_flops`, `pair_flops` (per query-key pair, over all layers) and `logit_flops` are the
+    forward FLOPs that torch's FLOP counter counts for it on meta tensors, `parameters` the whole
+    model's; `nominal_parameters` is the round number of published tables (None: none). `window` is
+    always None. Validation raises ValueError for unwanted keys in `config` or `null`, numbers that
+    are not finite, or more than `MAX_CONFIG_CHARACTERS` characters as JSON.
     """
 
     family: Literal["auto"]

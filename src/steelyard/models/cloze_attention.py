@@ -35,10 +35,11 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class ClozeCapacity:
-    """Sizes of a cloze layout that several micro-batches share, so that one recorded graph serves
-    all of them: at most `logits` span tokens, exactly `contexts` contexts and `spans` spans (empty
-    ones among them), `longest` lengths of a context, of all spans of a context and of a span, and
-    `row`, the longest context with its spans.
+    """Sizes of a cloze layout that several micro-batches share, so that one recorded graph (of
+    kernel launches) serves all of them: at most `logits` span tokens, exactly `contexts` contexts
+    and `spans` spans (empty ones among them). `longest` are the largest lengths of a context, of
+    all spans of a context together and of a span, `row` is that of a context with its spans, in
+    tokens. Context tokens are not padded by it. Made by training/size_buckets.py.
     """
 
     logits: int  # span tokens, at most
@@ -51,11 +52,12 @@ class ClozeCapacity:
 @dataclass(frozen=True)
 class PaddedLayout:
     """The tokens of a cloze micro-batch as one padded row per context, its spans behind it, for
-    kernels without packing.
+    kernels without packing. Made by `ClozeLayout.padded`, on the device.
 
-    `gather` is the token at each padded position (0 for padding), `back` the padded position of
-    each token, `mask` [contexts, 1, width, width] is True where a query sees a key, `width` the
-    length of a padded row.
+    `width` is the length of a padded row; `gather`, int64 [contexts · width], is the index of the
+    token at each padded position (0 for padding), `back`, int64 [T], the padded position of each
+    token, `mask`, bool [contexts, 1, width, width], True where a query (third dimension) sees a
+    key.
     """
 
     # int64 [contexts · width]: index of the token at each padded position; 0 for padding
@@ -72,9 +74,10 @@ class ClozeLayout:
     `make_cloze_layout`. Tokens are all contexts end to end, then all spans.
 
     `lengths` has the lengths of contexts, of spans, and the number of spans of each context;
-    `contexts`, `groups` (all spans of one context) and `spans` are their `RowOffsets`,
-    `context_tokens` is the number of context tokens. `padded`, `interleaved` and `span_positions`
-    are derived for the kernels, computed on first use and cached.
+    `contexts`, `groups` (all spans of one context) and `spans` are their `RowOffsets` on `device`,
+    `context_tokens` is the number of context tokens. `capacity` is the size it is padded to (None:
+    not padded). `padded`, `interleaved` and `span_positions` are derived for the kernels, computed
+    on first use and cached; `list_kernel_tensors` lists their tensors.
     """
 
     # lengths of contexts, lengths of spans, number of spans of each context
@@ -88,8 +91,10 @@ class ClozeLayout:
 
     @cached_property
     def padded(self) -> PaddedLayout:
-        """The padded layout of this cloze layout for kernel `padded`, on the device; cached. With a
-        capacity its rows are at least `capacity.row` long.
+        """The padded layout of this cloze layout for kernel `padded`, on the device: one row per
+        context with its spans behind it, all padded to the longest, and the mask of which query
+        sees which key (`PaddedLayout`). A property, cached. With a capacity its rows are at least
+        `capacity.row` long.
         """
         gather, back, mask = _make_padded_tensors(
             *self.lengths, self.capacity.row if self.capacity else 0
@@ -326,12 +331,13 @@ PartialAttention = tuple[Tensor, Tensor, Any]
 
 @dataclass(frozen=True)
 class AttentionCalls:
-    """The forward and backward call of attention over packed rows: flash attention's, or plain ones
-    in tests.
+    """The forward and backward call of attention over packed rows: `FLASH` has torch's flash
+    attention, tests have plain ones.
 
-    `forward(q, k, v, queries, keys, dropout, causal)` returns output, log-sum-exp and random state,
-    and leaves output rows beyond the last offset uninitialized; `backward(grad, q, k, v, out, lse,
-    state, queries, keys, dropout, causal)` returns the gradients of q, k and v.
+    `forward(q, k, v, queries, keys, dropout, causal)`, with `queries` and `keys` as `RowOffsets`,
+    returns output [Tq, H, D], log-sum-exp [H, Tq] and random state, and leaves output rows beyond
+    the last offset uninitialized; `backward(grad, q, k, v, out, lse, state, queries, keys, dropout,
+    causal)` returns the gradients of q, k and v.
     """
 
     forward: Callable[

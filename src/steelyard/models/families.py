@@ -31,13 +31,15 @@ class ForwardFlops:
 @dataclass(frozen=True)
 class Family:
     """A row of the table of model families: `name`, `shape` (the schema of its dimensions in a
-    case), `works` (the kinds of work it supports), `layer_matrices` and `other_parameters` (which
-    give matrices and parameter counts of a shape), `forward` (its FLOPs, if they do not follow from
-    the matrices).
+    case), `works` (the kinds of work it supports), `layer_matrices(shape)` (the matrices of one
+    layer), `other_parameters(shape)` (number of all other trained parameters) and `forward(shape)`
+    (its FLOPs; None: they follow from the matrices).
 
     The rest are references to code, strings `module:function` for `plugins.load_reference`, or None
-    where only an engine of another library has it: `build`, `random_init`, `placements` (None: no
-    tensor parallelism), `holds`, `checkpoint` and `check_folder`.
+    where only an engine of another library has it: `build` (makes a model with uninitialized
+    weights), `random_init` (fills them), `placements` (tensor parallelism of each parameter; None:
+    not possible), `holds` (whether a folder has its weights), `checkpoint` (opens a folder's
+    checkpoint), `check_folder` (raises if a folder's config.json is of another model).
     """
 
     name: str

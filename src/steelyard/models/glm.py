@@ -27,8 +27,9 @@ GlmLayer = Callable[[Tensor, Tensor, ClozeLayout, str, float], GlmStreams]
 
 
 class GlmAttention(nn.Module):
-    """The two linear layers of a GLM block's attention, named as in GLM's checkpoints; `GlmBlock`
-    calls them.
+    """The two linear layers of a GLM block's attention, with biases: `query_key_value` (hidden to 3
+    · hidden) and `dense` (hidden to hidden), named as in GLM's checkpoints. It has no forward;
+    `GlmBlock` calls them.
     """
 
     def __init__(self, shape: GlmModel) -> None:
@@ -39,8 +40,8 @@ class GlmAttention(nn.Module):
 
 
 class GlmMlp(nn.Module):
-    """The two linear layers of a GLM block's MLP, named as in GLM's checkpoints; `GlmBlock` calls
-    them.
+    """The two linear layers of a GLM block's MLP, with biases: `dense_h_to_4h` (hidden to ffn) and
+    `dense_4h_to_h` (back), named as in GLM's checkpoints. It has no forward; `GlmBlock` calls them.
     """
 
     def __init__(self, shape: GlmModel) -> None:
@@ -52,10 +53,11 @@ class GlmMlp(nn.Module):
 
 class GlmBlock(nn.Module):
     """One transformer block of a GLM: modules input_layernorm, attention, post_attention_layernorm
-    and mlp.
+    and mlp. Called with (x, delta, layout, kernel, dropout), it returns the next (x, delta), [T,
+    hidden] each.
 
-    The residual stream comes and leaves as (x, delta), with dropout and addition of delta still to
-    do, so that a compiler can fuse both with the norm that follows.
+    The residual stream is x + dropout(delta): dropout and addition are still to do, so that a
+    compiler can fuse both with the norm that follows.
     """
 
     def __init__(self, shape: GlmModel) -> None:
@@ -98,8 +100,9 @@ def dropout_add_norm(x: Tensor, delta: Tensor, norm: nn.LayerNorm, dropout: floa
 
 
 class GlmTransformer(nn.Module):
-    """A GLM's position tables, blocks and final norm, named as in GLM's checkpoints; `Glm` calls
-    them.
+    """A GLM's parts behind the word embeddings, named as in GLM's checkpoints:
+    `position_embeddings` and `block_position_embeddings` (tables of `positions` + 1 rows), `layers`
+    (`GlmBlock`s) and `final_layernorm`. It has no forward; `Glm` calls them.
     """
 
     def __init__(self, shape: GlmModel) -> None:
@@ -112,9 +115,10 @@ class GlmTransformer(nn.Module):
 
 
 class Glm(nn.Module):
-    """A GLM: word embeddings, which are the output matrix too, and the transformer. `embed` gives
-    the summed embeddings, `run_layers` the residual stream, calling the model the logits of the
-    spans' tokens.
+    """A GLM: `word_embeddings`, which are the output matrix too, and `transformer`. `embed` gives
+    the summed embeddings [T, hidden], `run_layers` the residual stream as (x, delta), calling the
+    model the logits [S, vocab] of the spans' tokens. Built with the current default device and
+    type.
     """
 
     def __init__(self, shape: GlmModel) -> None:

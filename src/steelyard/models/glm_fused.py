@@ -268,9 +268,12 @@ class SummedEmbeddings(torch.autograd.Function):
 
 
 class LogProbs(torch.autograd.Function):
-    """An autograd function: the log-probability of each row's target under logits x · tableᵀ. The
-    logits are saved for the backward pass, which adds the table's gradient to `accumulator` and
-    returns that of x.
+    """An autograd function: the log-probability of each row's target, [rows] in fp32 or wider,
+    under logits x · tableᵀ. The logits are saved for the backward pass, which adds the table's
+    gradient to `accumulator` and returns that of x. `kernels` are the `GlmKernels` that compute
+    both.
+
+    With Triton the backward pass overwrites the saved logits, so it can run only once.
     """
 
     @staticmethod
@@ -305,12 +308,14 @@ class LogProbs(torch.autograd.Function):
 
 
 class GlmKernels:
-    """The operations between a GLM's matmuls, shared by all layers: plain functions, or compiled
-    ones with `compiled`; with `triton`, those of log-probabilities are Triton kernels.
+    """The operations between a GLM's matmuls, shared by all layers: plain functions, or with
+    `compiled` compiled ones; with `triton`, those of log-probabilities are Triton kernels.
 
-    Attributes: `norms` (dropout, addition and LayerNorm, by dropout probability), `merge`
-    (`merge_softmax_parts`), `log_prob_terms` and `log_probs_backward`. Compiled with dynamic sizes,
-    because micro-batches differ in their numbers of tokens. `eps` and `dropout` are compiled in.
+    Attributes: `norms` (dropout, addition and LayerNorm, by dropout probability: 0 and the model's
+    own), `merge` (`merge_softmax_parts`), `log_prob_terms` and `log_probs_backward`; `add_norm`
+    calls one of `norms`, `run_by_rows` calls a function for some rows of logits at a time. Compiled
+    with dynamic sizes, because micro-batches differ in their numbers of tokens. `eps` and `dropout`
+    are compiled in.
     """
 
     def __init__(self, compiled: bool, triton: bool, eps: float, dropout: float) -> None:
@@ -338,9 +343,10 @@ class GlmKernels:
     def run_by_rows(
         self, function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the results of `function` on tensors whose first dimension is rows: called once if
-        functions are compiled or there are at most `LOGIT_ROWS` rows, otherwise for `LOGIT_ROWS`
-        rows at a time, with each result concatenated. This limits the fp32 copies of logits.
+        """Return the results of `function`, one of these operations on logits, on tensors whose
+        first dimension is rows: called once if functions are compiled or there are at most
+        `LOGIT_ROWS` rows, otherwise for `LOGIT_ROWS` rows at a time, with each result concatenated.
+        This limits the fp32 copies of logits.
         """
         if self.all_rows_at_once or len(tensors[0]) <= LOGIT_ROWS:
             return function(*tensors)
@@ -359,9 +365,10 @@ class GlmKernels:
 
 
 class FusedGlmLayer:
-    """A GLM block without Triton: the same function as `GlmBlock`, whose linear layers add the
-    gradients of weights and biases to `gradient(parameter)` in the backward pass. Norms get theirs
-    by autograd.
+    """A GLM block without Triton, called as `GlmBlock` and with its parameters: the same function,
+    whose linear layers add the gradients of weights and biases to `gradient(parameter)` in the
+    backward pass. Norms get theirs by autograd. `kernels` (`GlmKernels`) are the operations between
+    matmuls.
     """
 
     def __init__(self, block: GlmBlock, gradient: GradientOf, kernels: GlmKernels) -> None:
@@ -395,13 +402,15 @@ class FusedGlmLayer:
 
 
 class TritonGlmLayer:
-    """A GLM block by Triton kernels: the same function as `GlmBlock`. The backward pass adds the
-    gradients of its parameters to `gradient(parameter)`; those of most biases are summed up by the
-    kernels between matmuls, and that of the last matmul's bias by the next layer.
+    """A GLM block by Triton kernels, called as `GlmBlock` and with its parameters: the same
+    function. The backward pass adds the gradients of its parameters to `gradient(parameter)`; those
+    of most biases are summed up by the kernels between matmuls, and that of the last matmul's bias
+    by the next layer.
 
     `bias` is that bias of the layer before, with which the incoming delta was made, or None.
-    Kernels of `INTERLEAVED` need tokens in interleaved order. The block has `DROPOUTS` dropout
-    sites, numbered from `site`.
+    Kernels `flash` and `packed` need tokens in interleaved order. The block has `DROPOUTS` dropout
+    sites, numbered from `site`, whose elements are dropped by `seed`, an int64 tensor that all
+    layers share.
     """
 
     def __init__(
@@ -483,13 +492,14 @@ def apply_dropout_add_norm(
 
 
 class FusedGlm:
-    """A GLM's forward pass for training, from tokens to the log-probabilities of the spans'
-    targets, when called. Where Triton runs, dropout is decided by a seed on the device, which
-    `draw_seed` changes.
+    """A GLM's forward pass for training: called with ids, targets, layout, kernel and dropout it
+    returns the log-probabilities of the spans' targets, [S] in fp32 or wider. `layers` wrap the
+    model's blocks.
 
     `gradient` returns the accumulator of a parameter's gradient. With `compiled` it uses Triton
-    kernels where they run, otherwise torch.compile; with `recompute` each block's activations are
-    computed again in the backward pass.
+    kernels where they run (`triton`), otherwise torch.compile; with `recompute` each block's
+    activations are computed again in the backward pass. Where Triton runs, dropout is decided by a
+    seed on the device, which `draw_seed` changes and which is 0 before that.
     """
 
     def __init__(self, model: Glm, gradient: GradientOf, compiled: bool, recompute: bool) -> None:
@@ -559,8 +569,9 @@ class FusedGlm:
         return out
 
     def is_interleaved(self, kernel: str) -> bool:
-        """Return whether tokens are computed in interleaved order with this kernel: only with
-        Triton.
+        """Return whether this fused GLM computes tokens in interleaved order (every context
+        followed by its spans) with this kernel: with Triton, for `flash` and `packed`; otherwise
+        never.
         """
         return self.triton and kernel in INTERLEAVED
 

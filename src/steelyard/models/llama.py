@@ -29,9 +29,11 @@ class LlamaShape:
     """Dimensions of a Llama, or of one tensor-parallel shard of it: the fields of `LlamaModel` that
     say what is computed.
 
-    `kv_heads` is the number of key groups, `positions` the longest sequence, `window` the keys that
-    a token sees (itself included; None: all before it), `tied` whether embedding and output are one
-    matrix. `gate_up_chunk` is derived from ffn and kv_heads.
+    `kv_heads` is the number of key groups (of `heads` query heads), `positions` the longest
+    sequence, `window` the keys that a token sees (itself included; None: all before it), `tied`
+    whether embedding and output are one matrix, `qkv_bias` and `qk_norm` (RMS norm of each query
+    and key head) as in Qwen, `rope_scaling` how rotary positions are scaled (None: not).
+    `gate_up_chunk` is derived from ffn and kv_heads: how gate and up rows alternate.
     """
 
     layers: int
@@ -64,8 +66,9 @@ class LlamaShape:
 
 
 class GateFirstShape(LlamaShape):
-    """A Llama's dimensions where gate_up has all gate rows before all up rows: for scoring on a
-    CPU, and for a whole model only, not for shards.
+    """A `LlamaShape` where the matrix gate_up has all gate rows before all up rows (`gate_up_chunk`
+    is ffn): for scoring on a CPU, which is slow with short chunks, and for a whole model only, not
+    for shards.
     """
 
     @property
@@ -79,10 +82,11 @@ BlockOutput = tuple[Tensor, Tensor, Tensor, Tensor]
 
 class LlamaBlock(nn.Module):
     """One transformer block of a Llama: modules attention_norm, qkv, out, ffn_norm, gate_up, down
-    and, with QK norm, q_norm and k_norm.
+    and, with QK norm, q_norm and k_norm (else None). Called, it returns the next x and delta, [T,
+    hidden] each, and this batch's rotated keys and values, [T, G, D] each.
 
-    The residual stream comes and leaves as (x, delta), not yet added, so that a compiler can fuse
-    the addition with the norm that follows.
+    The residual stream is x + delta, not yet added, so that a compiler can fuse the addition with
+    the norm that follows.
     """
 
     def __init__(self, shape: LlamaShape) -> None:
@@ -161,9 +165,10 @@ def split_qkv(
 
 
 class Llama(nn.Module):
-    """A Llama, or one tensor-parallel shard of it: embedding, blocks, final norm and output.
-    `run_layers` gives the residual stream, `compute_logits` logits of it, calling the model the
-    logits at some tokens; `make_empty_prefix` allocates the caches of a shared prefix.
+    """A Llama, or one tensor-parallel shard of it: modules `embed`, `layers` (`LlamaBlock`s),
+    `norm` and `output`, made with the current default device and type. `run_layers` gives the
+    residual stream [T, hidden], `compute_logits` logits of it, calling the model the logits at the
+    tokens in `pick`; `make_empty_prefix` allocates the caches of a shared prefix.
     """
 
     def __init__(self, shape: LlamaShape) -> None:

@@ -69,8 +69,9 @@ def _choose_by_device(plain: Callable[..., Any], kernel: Callable[..., Any]) -> 
 
 
 class Fp8WeightCache:
-    """Fp8 copies of weights: `get_copy` returns that of a weight, made by `quantize` on first use
-    and again when the weight's version (`_version`) has changed.
+    """Fp8 copies of weights: `get_copy` returns that of a weight, made by `quantize` (after
+    rounding to bf16) on first use and again when the weight's version (`_version`, which torch
+    counts up on in-place changes) has changed. `copies` has (version, matrix) by the weight's id.
 
     With `cached` False nothing is stored and every call makes a new copy: for weights that a rank
     does not keep either.
@@ -107,10 +108,10 @@ class Fp8Training:
     """What the fp8 matmuls of all blocks share in training: `kernels`, fp8 copies of weights, and
     `gradient`, the function that returns a weight's gradient accumulator.
 
-    `forward_weights` and `backward_weights` are caches of the weights scaled by output and by
-    input; a copy is made on first use and again after its weight has changed, and with `cached`
-    False it is not stored. Methods: `multiply`, `multiply_back`, `quantize_gradient` and
-    `add_weight_gradient`.
+    `forward_weights` and `backward_weights` are `Fp8WeightCache`s of the weights scaled by output
+    and by input; with `cached` False copies are not stored. `multiply` returns x · weightᵀ and
+    `multiply_back` grad · weight, in bf16, `quantize_gradient` a gradient in fp8 with a scale per
+    token; `add_weight_gradient` adds gradᵀ · x to the accumulator.
     """
 
     def __init__(self, gradient: GradientOf, kernels: Fp8Kernels, cached: bool = True) -> None:
@@ -332,9 +333,10 @@ class Fp8FeedForward(torch.autograd.Function):
 
 
 class Fp8TrainBlock:
-    """A Llama block with fp8 matmuls for training: the same function as `LlamaBlock`. The matmuls
-    add the gradients of their weights to `training.gradient(weight)`; norms and biases get theirs
-    by autograd.
+    """A Llama block with fp8 matmuls for training, called as `LlamaBlock` and with its parameters:
+    the same function; attention is not in fp8. The matmuls add the gradients of their weights to
+    `training.gradient(weight)` (`training`: `Fp8Training`); norms and biases get theirs by
+    autograd.
     """
 
     def __init__(self, block: LlamaBlock, training: Fp8Training) -> None:
@@ -370,7 +372,8 @@ class Fp8TrainBlock:
 
 class Fp8ScoringLinear(nn.Module):
     """A linear layer for scoring that stores its weight in fp8 only, as buffers `values` and
-    `scale` (one per row). It shares bias and forward hooks of the layer it replaces.
+    `scale` (one per row). Called with x in 16 bits, which it quantizes, or in fp8, it returns bf16.
+    It shares bias and forward hooks of the layer it replaces.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -394,8 +397,9 @@ class Fp8ScoringLinear(nn.Module):
 
 
 class Fp8ScoreBlock:
-    """A Llama block for scoring whose linear layers `convert_to_fp8` has replaced: the same
-    function as `LlamaBlock`, where fused kernels write the inputs of matmuls in fp8.
+    """A Llama block for scoring whose linear layers `convert_to_fp8` has replaced: called as
+    `LlamaBlock` (the result is x, delta, keys, values), the same function, where `kernels`
+    (`Fp8Kernels`) write the inputs of matmuls in fp8. Attention is not in fp8.
     """
 
     def __init__(self, block: LlamaBlock, kernels: Fp8Kernels) -> None:

@@ -28,8 +28,8 @@ GradientOf = Callable[[Tensor], Tensor]
 
 
 class AccumulatedLinear(torch.autograd.Function):
-    """x · weightᵀ, whose backward pass adds the weight's gradient to `gradient(weight)` and returns
-    that of x only.
+    """An autograd function: x · weightᵀ, whose backward pass adds the weight's gradient to
+    `gradient(weight)` and returns that of x only.
 
     The weight is remembered, not saved: recomputation would give another tensor for it, and
     sharding moves its memory.
@@ -37,27 +37,31 @@ class AccumulatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, gradient: GradientOf) -> Tensor:
-        """Return x · weightᵀ."""
+        """Return x · weightᵀ, [T, outputs]; x is saved for the backward pass."""
         context.save_for_backward(x)
         context.weight, context.gradient = weight, gradient
         return x @ weight.t()
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Accumulate the weight's gradient, and return that of x and None for the rest."""
+        """Add the linear layer's weight gradient to `gradient(weight)` in place; return that of the
+        input x, and None for the rest.
+        """
         [x] = context.saved_tensors
         add_product(context.gradient(context.weight), grads[0], x)
         return grads[0] @ context.weight, None, None
 
 
 class AddNorm(torch.autograd.Function):
-    """x + delta and its RMSNorm, with its own backward pass."""
+    """An autograd function: x + delta and its RMSNorm, with its own backward pass by the shared
+    kernels; x, delta and the norm's weight get gradients.
+    """
 
     @staticmethod
     def forward(
         context: Any, x: Tensor, delta: Tensor, weight: Tensor, eps: float, kernels: "BlockKernels"
     ) -> tuple[Tensor, Tensor]:
-        """Return x + delta and its RMSNorm, [T, hidden] each."""
+        """Return x + delta and its RMSNorm times `weight`, [T, hidden] each."""
         x, normed, scale = kernels.add_norm(x, delta, weight, eps)
         context.save_for_backward(x, scale, weight)
         context.kernels = kernels
@@ -65,20 +69,24 @@ class AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Return the gradients of x, delta and weight, and None for the rest."""
+        """Return the gradients of x and delta (the same tensor) and of the RMSNorm's weight, from
+        those of the sum and of the norm; None for the rest.
+        """
         back, weight_grad = context.kernels.add_norm_backward(*context.saved_tensors, *grads)
         return back, back, weight_grad, None, None
 
 
 class SplitRotatedHeads(torch.autograd.Function):
-    """Rotated queries and keys, and values, split off QKV, with its own backward pass."""
+    """An autograd function: queries and keys, rotated by their positions, and values, split off QKV
+    as new tensors, with its own backward pass; only qkv gets a gradient.
+    """
 
     @staticmethod
     def forward(
         context: Any, qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, kernels: "BlockKernels"
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [T, H, D], k and v [T, G, D] as new tensors; `queries` is the number of query
-        heads of a key group.
+        """Return rotated q [T, H, D], rotated k and v [T, G, D] of qkv [T, G · (queries + 2) · D]
+        as new tensors; `queries` is the number of query heads of a key group.
         """
         context.save_for_backward(cos, sin)
         context.kernels = kernels
@@ -87,7 +95,9 @@ class SplitRotatedHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Return the gradient of qkv, and None for the rest."""
+        """Return the gradient of qkv from those of rotated queries, rotated keys and values, and
+        None for the rest.
+        """
         return (
             context.kernels.split_rotated_heads_backward(*grads, *context.saved_tensors),
             None,
@@ -98,7 +108,9 @@ class SplitRotatedHeads(torch.autograd.Function):
 
 
 class NormHeads(torch.autograd.Function):
-    """QKV with each query and key head normed (QK norm), with its own backward pass."""
+    """An autograd function: a copy of QKV with the RMSNorm of each query and key head (QK norm;
+    values unchanged, nothing is rotated), with its own backward pass.
+    """
 
     @staticmethod
     def forward(
@@ -110,24 +122,31 @@ class NormHeads(torch.autograd.Function):
         queries: int,
         kernels: "BlockKernels",
     ) -> Tensor:
-        """Return a normed copy of qkv; `queries` is the number of query heads of a key group."""
+        """Return a copy of qkv [T, G · (queries + 2) · D] with the RMSNorm of each query head times
+        `q_weight` and of each key head times `k_weight`; `queries` is the number of query heads of
+        a key group.
+        """
         context.save_for_backward(qkv, q_weight, k_weight)
-        context.told, context.kernels = (eps, queries), kernels
+        context.numbers, context.kernels = (eps, queries), kernels
         out: Tensor = kernels.norm_heads(qkv, q_weight, k_weight, eps, queries)
         return out
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of qkv and of both norms' weights, and None for the rest."""
-        back = context.kernels.norm_heads_backward(*context.saved_tensors, grads[0], *context.told)
+        """Return the gradients of qkv, of the query norm's weight and of the key norm's weight (QK
+        norm alone, no rotation), and None for the rest.
+        """
+        back = context.kernels.norm_heads_backward(
+            *context.saved_tensors, grads[0], *context.numbers
+        )
         return *back, None, None, None
 
 
 def split_qkv_fused(
     qkv: Tensor, cos: Tensor, sin: Tensor, block: LlamaBlock, kernels: "BlockKernels"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rotated queries, rotated keys and values of QKV, with QK norm first if the block has
-    it.
+    """Return rotated queries, rotated keys and values of QKV [T, G · (H / G + 2) · D], with QK norm
+    first if the block has it.
 
     With gradients enabled they are new tensors, [T, H, D] and [T, G, D]. Otherwise `qkv` (or its
     normed copy) is overwritten and they are views of it, queries as [T, G, H / G, D].
@@ -152,8 +171,8 @@ def split_qkv_fused(
 
 
 class SwigluLinear(torch.autograd.Function):
-    """SwiGLU(gate_up) · weightᵀ, whose backward pass adds the weight's gradient to
-    `gradient(weight)` and returns that of gate_up only.
+    """An autograd function: SwiGLU(gate_up) · weightᵀ, whose backward pass computes the SwiGLU
+    again, adds the weight's gradient to `gradient(weight)` and returns that of gate_up only.
     """
 
     @staticmethod
@@ -165,9 +184,11 @@ class SwigluLinear(torch.autograd.Function):
         chunk: int,
         kernels: "BlockKernels",
     ) -> Tensor:
-        """Return SwiGLU(gate_up) · weightᵀ; `chunk` is `LlamaShape.gate_up_chunk`."""
+        """Return SwiGLU(gate_up) · weightᵀ, [T, outputs]; gate and up are in alternating chunks of
+        `chunk` columns (`LlamaShape.gate_up_chunk`). Only gate_up is saved.
+        """
         context.save_for_backward(gate_up)
-        context.weight, context.gradient, context.block, context.kernels = (
+        context.weight, context.gradient, context.chunk, context.kernels = (
             weight,
             gradient,
             chunk,
@@ -178,17 +199,22 @@ class SwigluLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Accumulate the weight's gradient, and return that of gate_up and None for the rest."""
+        """Add the gradient of the linear layer's weight after SwiGLU to `gradient(weight)` in
+        place; return that of gate_up, and None for the rest.
+        """
         [gate_up] = context.saved_tensors
         back, activated = context.kernels.swiglu_backward(
-            gate_up, grads[0] @ context.weight, context.block
+            gate_up, grads[0] @ context.weight, context.chunk
         )
         add_product(context.gradient(context.weight), grads[0], activated)
         return back, None, None, None, None
 
 
 def add_product(accumulator: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Add gradᵀ · x to `accumulator`, in place; it may have a higher precision than grad and x."""
+    """Add gradᵀ · x to `accumulator` [outputs, inputs], in place; `grad` is [tokens, outputs], `x`
+    [tokens, inputs]. The accumulator may have a higher precision; on a device the product is then
+    added in it, on a CPU rounded to the type of x first.
+    """
     if accumulator.dtype == x.dtype:
         accumulator.addmm_(grad.t(), x)
     elif x.device.type == "cpu":  # where addmm has no out_dtype
@@ -198,9 +224,12 @@ def add_product(accumulator: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 class BlockKernels:
-    """The operations between a Llama block's matmuls, shared by all blocks: with `compiled` a
-    Triton kernel where the device has Triton and the compiled plain function elsewhere, otherwise
-    the plain function.
+    """The operations between a Llama block's matmuls, shared by all blocks: `add_norm`,
+    `split_rotated_heads`, `norm_heads` and `swiglu`, each with its `_backward`, and
+    `rotate_heads_in_place`.
+
+    With `compiled` each is a Triton kernel where its first argument's device has Triton, and the
+    plain function under torch.compile elsewhere; otherwise the plain function.
     """
 
     def __init__(self, compiled: bool) -> None:
@@ -246,14 +275,19 @@ def _choose_kernel_or_compiled(
         return torch.compile(plain)
 
     def run(x: Tensor, *arguments: Any) -> Any:
-        """Call the kernel or the compiled function."""
+        """Call the kernel or the compiled function with these arguments and return its result."""
         return (kernel if jit.has_triton(x.device) else compile_plain())(x, *arguments)
 
     return run
 
 
 class BlockLinears(Protocol):
-    """How a `FusedBlock` calls its matmuls, and where the gradients of their weights go."""
+    """The protocol by which a `FusedBlock` calls its matmuls, which decides where the gradients of
+    their weights go: `linear(x, layer)` and `swiglu_linear(gate_up, layer, chunk, kernels)`, the
+    layer's output for x, or for SwiGLU(gate_up). Implemented for training by `AccumulatingLinears`,
+    `Fp8Linears` and, with tensor parallelism, `TokenParallelLinears`, and for scoring by
+    `ScoringLinears`.
+    """
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
         """Return the layer's output for x, with its bias if it has one."""
@@ -267,8 +301,10 @@ class BlockLinears(Protocol):
 
 
 class AccumulatingLinears:
-    """Matmuls for training: each adds its weight's gradient to `gradient(weight)` in the backward
-    pass. Biases get theirs by autograd.
+    """Matmuls of a `FusedBlock` for training, a `BlockLinears`: `linear` and `swiglu_linear`
+    (SwiGLU first, computed again in the backward pass) each add their weight's gradient to
+    `gradient(weight)` in the backward pass, so autograd gets none. Biases get theirs by autograd;
+    `swiglu_linear` adds none.
     """
 
     def __init__(self, gradient: GradientOf) -> None:
@@ -276,14 +312,19 @@ class AccumulatingLinears:
         self.gradient = gradient
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        """Return the layer's output for x, with its bias if it has one."""
+        """Return the layer's output for x in training, with its bias if it has one. The backward
+        pass adds the weight's gradient to `gradient(weight)`; the bias's is autograd's.
+        """
         out: Tensor = apply_function(AccumulatedLinear, x, layer.weight, self.gradient)
         return out if layer.bias is None else out + layer.bias
 
     def swiglu_linear(
         self, gate_up: Tensor, layer: nn.Linear, chunk: int, kernels: BlockKernels
     ) -> Tensor:
-        """Return the layer's output for SwiGLU(gate_up). A bias is not added."""
+        """Return the layer's output for SwiGLU(gate_up), where gate and up are in alternating
+        chunks of `chunk` columns; the backward pass adds the weight's gradient to
+        `gradient(weight)`. A bias is not added.
+        """
         out: Tensor = apply_function(
             SwigluLinear, gate_up, layer.weight, self.gradient, chunk, kernels
         )
@@ -291,25 +332,35 @@ class AccumulatingLinears:
 
 
 class ScoringLinears:
-    """Matmuls for scoring: modules are called with their hooks, by which a tensor-parallel group
-    sums; weight gradients go nowhere special.
+    """Matmuls of a `FusedBlock` for scoring, a `BlockLinears`: `linear` and `swiglu_linear` call
+    the module itself, so that its hooks run, in which a tensor-parallel group sums outputs (all its
+    ranks call it). Gradients, if any, are autograd's.
     """
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        """Return layer(x)."""
+        """Return layer(x) of a block in scoring, called as a module so that its hooks run: in them
+        a tensor-parallel group sums the outputs of row-parallel layers, so all its ranks call it.
+        """
         out: Tensor = layer(x)
         return out
 
     def swiglu_linear(
         self, gate_up: Tensor, layer: nn.Linear, chunk: int, kernels: BlockKernels
     ) -> Tensor:
-        """Return layer(SwiGLU(gate_up))."""
+        """Return layer(SwiGLU(gate_up)) of a block in scoring, where gate and up are in alternating
+        chunks of `chunk` columns. The layer is called as a module: in its hooks a tensor-parallel
+        group sums outputs, so all its ranks call it.
+        """
         out: Tensor = layer(kernels.swiglu(gate_up, chunk))
         return out
 
 
 class FusedBlock:
-    """A Llama block with fused operations between matmuls: the same function as `LlamaBlock`."""
+    """A Llama block with fused operations between matmuls, called as `LlamaBlock` (the result is x,
+    delta, keys, values): the same function, with the parameters of `block`. `linears` (a
+    `BlockLinears`) runs the matmuls, `kernels` (`BlockKernels`) what is between them; attention is
+    models/attention.py's.
+    """
 
     def __init__(self, block: LlamaBlock, linears: BlockLinears, kernels: BlockKernels) -> None:
         """Wrap a block, whose parameters are used, with the way its matmuls are called and the
@@ -327,7 +378,9 @@ class FusedBlock:
         kernel: str,
         prefix: PrefixCache | None,
     ) -> BlockOutput:
-        """Return x, delta, keys and values, as `LlamaBlock.forward`."""
+        """Return x, delta, keys and values of a Llama block, as `LlamaBlock.forward`. With
+        gradients disabled, keys and values are views of the QKV matrix or its normed copy.
+        """
         block, linears, kernels, shape = self.block, self.linears, self.kernels, self.block.shape
         x, normed = apply_function(
             AddNorm, x, delta, block.attention_norm.weight, shape.norm_eps, kernels

@@ -57,9 +57,10 @@ def fill_random_llama_weights(
     variance 1 / columns in matrices, ones in norms, zeros in biases.
 
     This variance keeps the scale of activations, so that answers depend on the whole prompt at any
-    model size. `shape` is that of the whole model (default: the model's own, so it must be given
-    for a shard). Values depend on the seed and on the parameter's name, whole shape, dtype and kind
-    of device, but not on rank, number of shards, order of calls, or memory layout of gate and up.
+    model size. `shape` is that of the whole model and must be given for a shard; None takes a
+    `Llama`'s own, and for other modules draws each parameter as it is stored. Values depend on the
+    seed and on the parameter's name, whole shape, dtype and kind of device, but not on rank, number
+    of shards, order of calls, or memory layout of gate and up.
     """
     shape = model.shape if shape is None and isinstance(model, Llama) else shape
     with torch.no_grad():

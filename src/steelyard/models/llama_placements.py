@@ -25,8 +25,10 @@ SumOverShards = Callable[[Tensor], Tensor]  # returns the sum of a tensor over a
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a model a tensor-parallel rank has: number `index` (from 0) of `count` equal
-    shards. The default is the whole model.
+    """Which part of a model a tensor-parallel rank has: number `index` (from 0) of `count` shards,
+    equal ones except that the last ones' parts of the vocabulary may be shorter or empty. The
+    default, `WHOLE`, is the whole model. Also used for the shards of rows into which replicas
+    divide a parameter.
     """
 
     index: int = 0
@@ -38,10 +40,11 @@ WHOLE = Shard()
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """How tensor parallelism divides a parameter: `logical_shape` gives the shape of its logical
-    view from the model's shape, `split` is the dimension of it that is divided (None: every shard
-    has the whole parameter), and `swapped` is True if the stored parameter has the first two
-    dimensions in the other order.
+    """How tensor parallelism divides a parameter, a row of `PLACEMENTS`: `logical_shape(shape)`
+    gives the shape of its logical view (in which a shard is a range of one dimension) from the
+    model's shape, `split` is the dimension of that view that is divided (None: every shard has the
+    whole parameter), and `swapped` is True if the stored parameter has the first two dimensions in
+    the other order.
     """
 
     logical_shape: Callable[[LlamaShape], tuple[int, ...]]
@@ -164,8 +167,9 @@ def view_logically(name: str, parameter: Tensor, shape: LlamaShape, shard: Shard
 
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding of which this shard holds the rows (token ids) from `first` on; ids of other
-    shards give zeros, and `sum_over_shards` adds up the results, so that all shards must call it
-    together.
+    shards give zeros, and `sum_over_shards(tensor)` adds up the results, so that all shards must
+    call it together and all get the embeddings of all tokens. It takes over the weight of the given
+    table.
     """
 
     def __init__(self, table: nn.Embedding, first: int, sum_over_shards: SumOverShards) -> None:

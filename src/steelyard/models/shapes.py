@@ -25,11 +25,10 @@ class LinearRope(FrozenModel):
 
 
 class Llama3Rope(FrozenModel):
-    """Scaled rotary positions, kind `llama3`: low frequencies are divided by `factor`, high ones
-    unchanged, and those between interpolated.
-
-    `low` and `high` are the numbers of waves in the first `original_positions` positions at which
-    that interpolation begins and ends.
+    """Scaled rotary positions as in Llama 3, kind `llama3`: frequencies of fewer than `low` waves
+    in the first `original_positions` positions are divided by `factor`, those of more than `high`
+    are unchanged, and those between are interpolated. Validation raises ValueError unless `low` is
+    less than `high`.
     """
 
     kind: Literal["llama3"]
@@ -60,11 +59,13 @@ def get_effective_window(window: int | None, longest: int) -> int | None:
 
 class LlamaModel(FrozenModel):
     """Dimensions of a Llama in a case, or of a model that differs in these fields only: Qwen2
-    (`qkv_bias`), Qwen3 (`qk_norm`), Mistral (`window`).
+    (`qkv_bias`), Qwen3 (`qk_norm`), Mistral (`window`, keys that a token sees with its own; None:
+    all before it).
 
-    `nominal_parameters` is the round number of parameters that published tables count with;
-    `head_dim` None means hidden / heads (`dim` is the number), `window` None that a token sees all
-    before it. Validation raises ValueError unless heads is a multiple of kv_heads and the head
+    `kv_heads` are key groups, `positions` the longest sequence; `nominal_parameters` is the round
+    number of parameters that published tables count with (None: none); `head_dim` None means hidden
+    / heads (`dim` is the number). `variants` names the set fields in which it differs from a plain
+    Llama. Validation raises ValueError unless heads is a multiple of kv_heads and the head
     dimension is a whole even number, and drops a head_dim or window that says nothing.
     """
 
@@ -148,7 +149,9 @@ class LlamaModel(FrozenModel):
 
 class GlmModel(FrozenModel):
     """Dimensions of a GLM (Du et al. 2021) in a case: pre-LN, biases everywhere, tied embeddings,
-    and two position tables with one row more than there are positions. Validation raises ValueError
+    and two position tables with one row more than `positions`. `dropout` is the probability for
+    embeddings, attention and outputs, `nominal_parameters` the round number of published tables
+    (None: none); `kv_heads` equals heads, `dim` is hidden / heads. Validation raises ValueError
     unless hidden is a multiple of heads.
     """
 

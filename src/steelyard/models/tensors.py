@@ -59,8 +59,9 @@ def get_local_tensor(tensor: Tensor) -> Tensor:
 
 
 class _SkipInitialization(TorchFunctionMode):
-    """A torch function mode in which the functions of `torch.nn.init` do nothing and return their
-    tensor.
+    """A torch function mode (a context manager) in which the functions of `torch.nn.init` do
+    nothing and return their tensor, so that new modules keep uninitialized memory. All other
+    functions run as usual.
     """
 
     def __torch_function__(

@@ -33,13 +33,12 @@ SMALLER_FACTOR = 0.75  # of the size that ran out of memory: the next one tried 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What sizes are chosen by: the plan, the memory of the device that has least (None: unknown),
-    and the engine's needs.
-
-    `fused_blocks`: the engine's blocks are those of models/llama_fused.py. `needs_even`:
-    micro-batches must divide a step's rows without remainder. `memory_factor`: the engine's memory
-    as a multiple of what shapes predict. `sample_size`: how many rows or samples of a global batch
-    are in scope (None: all).
+    """What `auto` sizes are chosen by. `plan`: the parallel plan. `memory_bytes`: the memory of the
+    device that has least, None if unknown. `fused_blocks`: the engine's transformer blocks are
+    those of models/llama_fused.py, which save less. `needs_even`: micro-batches must divide a
+    step's rows without remainder. `memory_factor`: the engine's real memory as a multiple of what
+    shapes predict. `sample_size`: how many rows or samples of a global batch the run computes, None
+    for all (a run cut by `--sample` has fewer).
     """
 
     plan: Plan
@@ -52,8 +51,8 @@ class DeviceLimits:
 
 def choose_sizes(resolved: ResolvedCase, limits: DeviceLimits) -> ResolvedCase:
     """Return a copy of the resolved case with a number for each tune that is `auto` (micro_batch,
-    batch_tokens): the best size that fits into memory. Unchanged if the devices' memory is unknown
-    or nothing is `auto`.
+    batch_tokens): the best size that is expected to fit into memory, or the smallest if none is.
+    Returned unchanged if the devices' memory is unknown or nothing is `auto`.
     """
     for name in resolved.auto if limits.memory_bytes is not None else ():
         resolved = _set_tune(resolved, name, _CHOOSERS[name](resolved.case, limits, None))

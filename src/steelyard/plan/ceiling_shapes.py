@@ -60,8 +60,9 @@ def get_bus_factor(collective: Collective, world: int) -> float:
 
 @dataclass(frozen=True)
 class CaseMatmul:
-    """A matmul of a shipped case that `steelyard spec` measures, with the case's name and the
-    precision of its matmuls.
+    """A matmul of a shipped case that `steelyard spec` measures: `case` is the name of the first
+    shipped case that has it, `precision` the precision of that case's matmuls (such as bf16),
+    `matmul` its shape and layout. Made by `list_shipped_matmuls`.
     """
 
     case: str
@@ -94,8 +95,10 @@ def list_shipped_matmuls(quick: bool) -> list[CaseMatmul]:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of a shipped case (in size full), as `steelyard spec` measures it: numbers of
-    query and key heads, numbers of a head (`dim`), and `rows` rows of `length` tokens in a batch.
+    """The attention of a shipped case (in size full), as `steelyard spec` measures it: `case`, its
+    name; `heads` and `kv_heads`, numbers of query and key heads; `dim`, numbers of a head; and
+    `rows` rows of `length` tokens in a batch. `count_flops` returns the FLOPs of a causal forward.
+    Made by `list_shipped_attention`.
     """
 
     case: str
@@ -106,8 +109,9 @@ class AttentionShape:
     rows: int
 
     def count_flops(self, rows: int, length: int) -> int:
-        """Return the FLOPs of a causal forward over `rows` rows of `length` tokens; a backward has
-        twice as many.
+        """Return the FLOPs of a causal attention forward with this shape's heads over `rows` rows
+        of `length` tokens each, which replace the shape's own; a backward has `BACKWARD_FACTOR`
+        times as many.
         """
         return 4 * self.heads * self.dim * rows * length * (length + 1) // 2
 

@@ -35,9 +35,11 @@ Degree = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 
 class Plan(FrozenModel):
     """A parallel plan, stored in records: `nodes` hosts of `devices` devices each, and degrees
-    `tp`, `pp` and `dp` of tensor, pipeline and data parallelism, whose product is the world size.
-    `launcher` names how processes are started, such as local. As text it is TP2PP1DP4. Made by
-    `make_plan`.
+    `tp`, `pp` and `dp` of tensor, pipeline and data parallelism, whose product is the number of
+    ranks (`world`). `launcher` is the name of what starts the processes, such as local. As text
+    (`str`) it is TP2PP1DP4; `config` is nodes x devices, such as 1x8. `make_plan` checks that
+    degrees, devices and case fit together; this class checks only that each number is from 1 to
+    10^6.
     """
 
     nodes: Degree
@@ -49,12 +51,12 @@ class Plan(FrozenModel):
 
     @property
     def world(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks of the plan, nodes x devices."""
         return self.nodes * self.devices
 
     @property
     def config(self) -> str:
-        """Return nodes x devices of a node, as published pages write it: 1x8, 2x8."""
+        """Return nodes x devices of a node as text, as published pages write it: 1x8, 2x8."""
         return f"{self.nodes}x{self.devices}"
 
     def __str__(self) -> str:
@@ -63,8 +65,8 @@ class Plan(FrozenModel):
 
 @dataclass(frozen=True)
 class RankPosition:
-    """The position of a rank in a plan, each from 0: rank in its tensor-parallel group (`tp`),
-    pipeline stage (`pp`) and replica (`dp`).
+    """The position of a rank in a plan, each number from 0: `tp` in its tensor-parallel group, `pp`
+    the pipeline stage, `dp` the replica. Made by `find_position`; engines get it as `Job.place`.
     """
 
     tp: int
@@ -84,10 +86,11 @@ def make_plan(
     case: Case, nodes: int, devices: int, sample_size: int | None = None, launcher: str = "local"
 ) -> Plan:
     """Return the plan that `tune.parallel` asks for, over all nodes · devices. `sample_size` is how
-    many rows or samples of a global batch are in scope; None: all.
+    many rows or samples of a global batch the run computes; None: all. `launcher` is only stored.
 
     Raises RequestError if nodes or devices are below 1, the degrees are malformed or do not match
-    the number of devices, or the model or batch cannot be divided so.
+    the number of devices, or the model or batch cannot be divided so (`_check_model`,
+    `_check_training`).
     """
     if nodes < 1 or devices < 1:
         raise RequestError(f"--nodes {nodes} --devices {devices}: both must be at least 1")

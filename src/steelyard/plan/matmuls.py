@@ -25,9 +25,10 @@ ROW_MULTIPLE = 256
 
 
 class Matmul(FrozenModel):
-    """`count` equal matmuls of [m, k] by [k, n] with a weight matrix; `name` is that of the matrix.
-    `layout` says which operand is transposed: nt (forward), nn (gradient of the input) or tn
-    (gradient of the weight).
+    """`count` equal matmuls of [m, k] by [k, n] with a weight matrix; `name` is that of the matrix,
+    or `vocabulary`. `layout` says what they compute and which operand is stored transposed: nt
+    (forward), nn (gradient of the input) or tn (gradient of the weight). `flops` are those of one
+    of them. Timed by run/calibrate.py; `list_model_matmuls` makes them.
     """
 
     name: str
@@ -39,12 +40,12 @@ class Matmul(FrozenModel):
 
     @property
     def flops(self) -> int:
-        """Return the FLOPs of one of these matmuls."""
+        """Return the FLOPs of one of these `count` matmuls: 2·m·n·k."""
         return 2 * self.m * self.n * self.k
 
 
 def count_total_flops(matmuls: tuple[Matmul, ...]) -> int:
-    """Return the FLOPs of all these matmuls, with their counts."""
+    """Return the sum of the FLOPs of all these matmuls, each times its `count`."""
     return sum(matmul.count * matmul.flops for matmul in matmuls)
 
 
@@ -57,10 +58,10 @@ def list_model_matmuls(
 ) -> tuple[Matmul, ...]:
     """Return the matmuls with weights of one device of a tensor-parallel group, over all layers,
     for so many tokens and logits, in each of the layouts: those of each layer matrix, with the
-    number of layers as count, then those of the vocabulary.
+    number of layers as `count`, then those of the vocabulary (none for 0 logits).
 
-    Large ones are split by rows. A vocabulary that the group divides is padded, and its padding is
-    included.
+    Large ones are split by rows into two entries. A vocabulary that the group divides is padded,
+    and its padding is included.
     """
     out: list[Matmul] = []
     for matrix in families.find_family(model.family).layer_matrices(model):
@@ -78,9 +79,11 @@ def list_model_matmuls(
 def _list_matrix_matmuls(
     name: str, rows: int, outputs: int, inputs: int, count: int, layouts: tuple[MatmulLayout, ...]
 ) -> list[Matmul]:
-    """Return `count` matmuls of one weight matrix [outputs, inputs] with `rows` tokens, in each
-    layout: nt is the forward, nn and tn are the two of the backward; empty for no rows. Large ones
-    are split.
+    """Return the matmuls of one weight matrix [outputs, inputs] with `rows` tokens, in each layout:
+    nt is the forward, nn and tn are the two of the backward; empty for no rows. Each layout is one
+    `Matmul` with `count` as its field; one whose row operand and result together have more than
+    `MAX_NUMBERS` numbers is split by rows (m) into at most two entries: full splits, with `count`
+    times their number, and the remaining rows (`_split_rows`).
     """
     if rows == 0:
         return []

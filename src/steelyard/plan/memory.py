@@ -49,8 +49,12 @@ RecomputeMode = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """Predicted bytes on one device at its fullest, by what they hold; `total` is their sum. Parts
-    that do not apply, such as gradients in scoring, are 0.
+    """Predicted bytes on one device at its fullest, by what they hold; `total` is their sum.
+    `parameters`: in the dtype they are stored in. `copies`: of parameters in the matmuls' dtype, if
+    that is another; in fp8 also two of the layers' matrices. `gradients`; `states`: Adam's two
+    moments; `activations`: what forwards save for backwards, or one layer's in scoring; `logits`:
+    with the last norm's input and output in training. Parts that do not apply, such as gradients in
+    scoring, are 0.
     """
 
     parameters: int  # in the dtype they are stored in
@@ -69,8 +73,9 @@ class MemoryParts:
 
 @dataclass(frozen=True)
 class SavedActivation:
-    """A row of `SAVED`: activations that a Llama layer saves for its backward, how many numbers per
-    token (`numbers`, a function of the model), and under which modes of recomputation.
+    """A row of the table `SAVED`: activations that a Llama layer saves for its backward. `name`
+    says which, `numbers(model)` returns how many numbers per token, `recompute_modes` under which
+    modes of recomputation they are saved (none, selective, full).
 
     `fp32` ones are 4 bytes in any precision. `compiler_recomputes`: not saved if the model is
     compiled. `plain_only`: saved by the block of models/llama.py and not by that of
@@ -89,7 +94,7 @@ class SavedActivation:
 
 
 def _get_qkv_width(model: LlamaModel) -> int:
-    """Return the width of queries, keys and values together."""
+    """Return how many numbers queries, keys and values of one token have together."""
     return (model.heads + 2 * model.kv_heads) * model.dim
 
 
@@ -144,7 +149,7 @@ def count_layer_bytes(
 ) -> int:
     """Return the bytes per token that one Llama layer saves for its backward under a mode of
     recomputation, numbers having `size` bytes, except those that are always fp32. Not divided by
-    tensor parallelism.
+    tensor parallelism. Raises ValueError for an unknown mode.
 
     `compiled`: with torch.compile. `fused_blocks`: of the block of models/llama_fused.py instead of
     models/llama.py. `fp8`: matmuls are in fp8.
@@ -537,7 +542,9 @@ def _predict_fixed(case: Case, plan: Plan) -> MemoryParts:
 
 
 def format_parts(parts: MemoryParts) -> str:
-    """Return the parts that are not zero as text, in GiB: "parameters 12.6, activations 3.1"."""
+    """Return the parts that are not zero as text, in GiB with three significant digits and without
+    the unit, in the order of the fields: "parameters 12.6, activations 3.1".
+    """
     return ", ".join(f"{name} {size / GIB:.3g}" for name, size in asdict(parts).items() if size)
 
 

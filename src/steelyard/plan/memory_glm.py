@@ -15,9 +15,10 @@ FP32_BYTES = 4  # bytes of what is fp32 in any precision
 
 @dataclass(frozen=True)
 class SavedGlmActivation:
-    """A row of `SAVED`: activations that a GLM layer saves for its backward, how many numbers per
-    token (`numbers`, a function of the model). `fp32` ones are 4 bytes in any precision;
-    `only_kernel` ones are saved with that attention kernel only, such as "flash".
+    """A row of the table `SAVED`: activations that a GLM layer saves for its backward. `name` says
+    which, `numbers(model)` returns how many numbers per token. `fp32` ones are 4 bytes in any
+    precision; `only_kernel` ones are saved with that attention kernel only ("flash", "packed" or
+    "padded"; None: with all).
     """
 
     name: str
@@ -46,8 +47,8 @@ SAVED = (
 
 def count_glm_layer_bytes(model: GlmModel, size: int, attention: ClozeKernel) -> int:
     """Return the bytes per token that one GLM layer saves for its backward with an attention kernel
-    (`attention`, such as "flash"), numbers having `size` bytes, except those that are always fp32
-    (means, scales, log-sum-exp).
+    (`attention`: flash, packed or padded), numbers having `size` bytes, except those that are
+    always fp32 (means, scales, log-sum-exp). Raises ValueError for another kernel.
     """
     if attention not in get_args(ClozeKernel):
         raise ValueError(f"attention {attention!r}; allowed: {', '.join(get_args(ClozeKernel))}")

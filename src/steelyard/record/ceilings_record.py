@@ -28,8 +28,9 @@ RAW_KEY = "benches"  # the key of the raw measurements
 
 
 class TimedCalls(FrozenModel):
-    """One stretch of a benchmark of `spec`: `calls` calls that were timed together, in `time_s`
-    seconds in all. `start_s` counts from the start of the command, on the host's clock.
+    """One stretch of a benchmark of `spec`: `calls` calls that were timed together by one pair of
+    device events, in `time_s` seconds in all (not per call). `start_s` is when it began, in seconds
+    since the start of the command on the host's clock. Made by run/ceilings_worker.py.
     """
 
     start_s: Seconds
@@ -38,9 +39,9 @@ class TimedCalls(FrozenModel):
 
 
 class ErrorCheck(FrozenModel):
-    """The error of a benchmark's result against fp64: the largest difference divided by the root
-    mean square of the exact result, and the bound that is allowed. An `error` of None means that
-    the result has a number that is not finite.
+    """The error of a benchmark's result against fp64: `error` is the largest difference divided by
+    the root mean square of the exact result, None if the result has a number that is not finite;
+    `bound` is the largest error that is allowed. `is_within_bound` says whether it is kept.
     """
 
     error: Number | None
@@ -53,11 +54,13 @@ class ErrorCheck(FrozenModel):
 
 
 class BenchTimings(FrozenModel):
-    """The raw timings of one benchmark of `spec` on one rank, as stretches of calls. `amount` is
-    the FLOPs or bytes of one call, or the bytes of memory that could be allocated; `checked` is the
-    error of its result, `detail` its sizes and kernel.
+    """The raw timings of one benchmark of `spec` on one rank, as run/ceilings_worker.py measures
+    them: `stretches` of calls, empty if it was not timed; then `reason` says why, or `checked`, the
+    error of its result, is beyond its bound.
 
-    `reason` says why there are no timings, if there are none.
+    `group` is what is measured (such as matmul), `name` the benchmark in it, `precision` None where
+    it has none. `amount` is the FLOPs or bytes of one call; for unit `B` it is the bytes of memory
+    that could be allocated, and nothing is timed. `detail` has its sizes and kernel.
     """
 
     group: CeilingGroup
@@ -73,9 +76,12 @@ class BenchTimings(FrozenModel):
 
 
 class Ceiling(FrozenModel):
-    """The highest rate or size that a benchmark reached, in its unit. A `value` of None has its
-    reason in `note`; `steady` is whether the last timings agree; `share` is `value` divided by the
-    datasheet's `peak`.
+    """The highest rate or size that one benchmark reached: `value` in the benchmark's unit, with
+    its `interval` (low, high); None has its reason in `note`. Derived by metrics/ceiling_rates.py.
+
+    `steady` is whether the last stretches agree; `sm_clock_mhz` and `power_w` are means of the
+    device's telemetry meanwhile; `peak` is the datasheet's rate and `share` is `value` divided by
+    it. These, and `interval`, are None where unknown and for a size in bytes.
     """
 
     value: float | None
@@ -89,8 +95,9 @@ class Ceiling(FrozenModel):
 
 
 class BenchLimits(FrozenModel):
-    """When a benchmark ends: it is timed in stretches of `stretch_s` until the last `last` of them
-    agree to `within` (a share), or `limit_s` is over. No benchmark begins after `total_s`.
+    """When a benchmark of `spec` ends, in seconds: it is timed in stretches of `stretch_s` until
+    the last `last` of them agree to `within` (a fraction), or `limit_s` is over. No benchmark
+    begins after `total_s`, counted from the first.
     """
 
     stretch_s: Seconds
@@ -101,9 +108,14 @@ class BenchLimits(FrozenModel):
 
 
 class SpecRecord(FrozenModel):
-    """What a machine can do at most, as it is stored. `ceilings[i]` follows from `benches[i]`;
-    `quick` is whether the shorter limits were used; `created` is an ISO 8601 time; `hashes` are set
-    by `seal_spec_record`.
+    """The file that `steelyard spec` writes on what a machine can do at most, made by
+    run/ceilings_parent.py: raw timings `benches` of all ranks, and `ceilings`, of which
+    `ceilings[i]` is derived from `benches[i]`.
+
+    `status` is `valid`, or `failed` with `reasons` and `failure`; `created` an ISO 8601 time;
+    `quick` whether the shorter limits were used; `limits` when a benchmark ends; `devices` the
+    number of devices; `budget` wall seconds by named part; `ranks` facts on each rank; `telemetry`
+    one series per device; `hashes` are set by `seal_spec_record`.
     """
 
     schema_version: int = Field(record_file.SCHEMA_VERSION, alias="schema")
@@ -134,14 +146,14 @@ def spec_record_to_json(record: SpecRecord) -> dict[str, Any]:
 
 def spec_record_to_english_json(record: SpecRecord) -> dict[str, Any]:
     """Return a spec record as the JSON data that `--json` prints: with English sentences instead of
-    messages.
+    messages in the notes of its ceilings.
     """
     return spec_record_to_json(render_spec_record_in_english(record))
 
 
 def render_spec_record_in_english(record: SpecRecord) -> SpecRecord:
     """Return a copy of a spec record with an English sentence in the place of each note of a
-    ceiling.
+    ceiling; notes of None stay, and nothing else is changed. Its hashes then no longer fit.
     """
     ceilings = [
         ceiling.model_copy(update={"note": words.render_in_english(ceiling.note)})
@@ -151,7 +163,9 @@ def render_spec_record_in_english(record: SpecRecord) -> SpecRecord:
 
 
 def seal_spec_record(record: SpecRecord) -> SpecRecord:
-    """Return a copy of a spec record with its hashes set; `samples` is the hash of `benches`."""
+    """Return a copy of a spec record with its three hashes computed anew: `samples` (of `benches`),
+    `record` and `bytes` (`compute_hashes`).
+    """
     return record.model_copy(
         update={"hashes": record_file.compute_hashes(spec_record_to_json(record), RAW_KEY)}
     )
@@ -168,8 +182,9 @@ def write_spec_record(record: SpecRecord, folder: Path) -> Path:
 
 
 def read_spec_record(path: Path) -> SpecRecord:
-    """Read and validate a spec record. Raise RequestError with one line if the file cannot be read,
-    is not a spec record, or has not one ceiling per benchmark; hashes are not checked.
+    """Read and validate a spec record file, and return it. Raise RequestError with one line if the
+    file cannot be read, is not a spec record, or has not as many ceilings as benchmarks; hashes are
+    not checked.
     """
     record = record_file.read_record_file(path, SpecRecord, "spec record")
     if len(record.ceilings) != len(record.benches):
@@ -181,13 +196,16 @@ def read_spec_record(path: Path) -> SpecRecord:
 
 
 def find_spec_record_damage(path: Path) -> list[str]:
-    """Compare a spec record's bytes and hashes with what was written, and return a sentence for
-    each difference: an empty list if there is none. Raise RequestError if the file cannot be read
-    or parsed.
+    """Compare a spec record's file with what was written, and return a sentence for each
+    difference, an empty list if there is none: bytes or order of keys that are not the canonical
+    ones, a hash that does not match or is missing, or an unknown hash. Raise RequestError if the
+    file cannot be read or parsed.
     """
     return record_file.find_file_damage(path, SpecRecord, RAW_KEY)
 
 
 def make_spec_record_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a spec record."""
+    """Return the JSON Schema (draft 2020-12) of a spec record as a dict, with docstrings as
+    descriptions.
+    """
     return record_file.make_json_schema(SpecRecord, "Steelyard spec record")

@@ -34,12 +34,16 @@ Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 
 
 class RecordSummary(FrozenModel):
-    """What `history` needs of a record, cached in the index. `wrong` says why a file is not a
-    record that verifies; then all other fields have their defaults.
+    """What `history` needs of a record, cached in the index; made by `summarize_record`
+    (metrics/rate_history.py). `wrong` says why a file is not a record that verifies, and then all
+    other fields have their defaults; it is None for a sound one.
 
-    `read` is whether the run came to read its data; `setup`, `key` and `unread_key` are hashes to
-    group runs by; `rate` is the headline metric in `unit`, with its 95 % `interval`; `quality`
-    names the quality metric, `quality_value` is its value.
+    `codes` are those of its reasons; `name` and `size` are the case's; `scope` is how much of the
+    question was run, as text; `read` is whether the run came to read its data. `key` (question with
+    data), `unread_key` (question alone) and `setup` (tune, software, machine, weights) are hashes
+    to group runs by. `rate` is the headline metric in `unit`, with its 95 % `interval`; `quality`
+    names the quality metric, `quality_value` is its value. `revision`, `version` and `dirty` are of
+    the package that made the record. None is what is not known.
     """
 
     wrong: str | None = None
@@ -75,8 +79,9 @@ class RecordSummary(FrozenModel):
 
 
 class IndexRow(FrozenModel):
-    """A row of the index: the summary of a record (`entry`), with size, times and SHA-256 of the
-    file that it was made from.
+    """A row of the index: the summary of a record (`entry`), with size in bytes, mtime and ctime in
+    ns and SHA-256 of the file that it was made from. `size_and_times` returns the first three, by
+    which an unchanged file is recognized.
     """
 
     size: int
@@ -94,8 +99,10 @@ class IndexRow(FrozenModel):
 
 
 class RecordIndex(FrozenModel):
-    """The content of the index file. Keys of `rows` are absolute paths, percent-encoded because a
-    path need not be UTF-8; `version` is a hash of the package that made the summaries.
+    """The content of the index file records.json. Keys of `rows` are absolute paths of record
+    files, percent-encoded because a path need not be UTF-8. `version` is a hash of the package that
+    made the summaries: another package does not use them. `steelyard_index` is the version of the
+    format.
     """
 
     steelyard_index: Literal[2] = 2

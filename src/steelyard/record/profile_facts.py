@@ -19,9 +19,11 @@ OTHER_KERNELS = "the rest"
 
 
 class KernelFacts(FrozenModel):
-    """All calls of one kernel in a profile, or of the remaining kernels of one kind together (`the
-    rest`): name, kind, number of calls, seconds and bytes. Each instant at which the device worked
-    counts for one kernel only (engine/profile.py), so `time_s` of all kernels add up.
+    """All calls of one kernel in a profile, or of the remaining kernels of one kind together (named
+    `the rest`): `kind` (matmul, attention, other, copy, communication or bubble), number of
+    `calls`, seconds `time_s` in all, and `size_bytes`, the bytes of the tensors that the calls name
+    (None: not known). Each instant at which the device worked counts for one kernel only
+    (engine/profile.py), so the times of all kernels add up.
     """
 
     name: str
@@ -34,9 +36,11 @@ class KernelFacts(FrozenModel):
 
 
 class Profile(FrozenModel):
-    """Some steps of a pass that were run after the measured passes under the framework's profiler,
-    on one rank: their number and counts, wall time (device idle at both ends), time of phase
-    `data`, kernels, and the file of the trace if it was kept.
+    """Some steps of pass `pass_name` that were run after the measured passes under the framework's
+    profiler, on one `rank`, as run/explain.py makes it: number of `steps` and their `counts` of
+    work; `wall_s`, from an idle device to an idle one; `data_s`, seconds of phase `data`, in which
+    the device waits for inputs; `kernels`; and `trace`, the file of the whole trace beside the
+    record (None: not kept).
     """
 
     pass_name: str = Field(alias="pass")

@@ -65,7 +65,10 @@ WORDING_VERSION = 3
 
 
 class Reason(FrozenModel):
-    """Why a run is invalid or failed: a code, listed in docs/metrics.md, and a text."""
+    """Why a run is invalid or failed: a `code`, listed in docs/metrics.md, and a `text`, which is a
+    message (a code with values, rendered later) or, of a failed run, the sentence that was
+    reported.
+    """
 
     code: str
     text: str | Message = Field(description="a message; of a failed run, what was reported then")
@@ -104,8 +107,10 @@ class Sample(FrozenModel):
 
 class PassFacts(FrozenModel):
     """One pass on one rank, from its first mark until the device was idle again. `start_s` counts
-    from the start of the run; `allocated_bytes` and `reserved_bytes` are peaks of the framework's
-    allocator, None if it has none.
+    from the start of the run; `wall_s` is its duration on the host's clock, `device_s` on the
+    device's own and `cpu_s` the CPU time of the rank's process, the last two None if unknown.
+    `allocated_bytes` and `reserved_bytes` are peaks of the framework's allocator, None if it has
+    none.
     """
 
     pass_name: str = Field(alias="pass")
@@ -121,9 +126,10 @@ class PassFacts(FrozenModel):
 
 
 class GateFacts(ExtensibleModel):
-    """The quality gate of the case for `metric`, in its unit. Scoring: at most `within` from
-    `target`, and at most `agree_within` between the infer and val passes. Training: `below` the
-    metric of that name and, if it is set, below `target`; or a value to `reach`.
+    """The quality gate of a case: which values of the metric `metric` are good enough, in its unit;
+    None is what the gate does not use. Scoring: at most `within` from `target`, and at most
+    `agree_within` between the infer and val passes. Training: less than the metric that `below`
+    names and, if it is set, than `target`; or at least `reach`, at which training stops.
     """
 
     metric: str
@@ -135,13 +141,17 @@ class GateFacts(ExtensibleModel):
 
 
 class PublishedFacts(PublishedReference, ExtensibleModel):
-    """A published row of the case, with keys that a later version may add."""
+    """A published result of the case, from its file, as a record keeps it: the fields of
+    `PublishedReference`, and any keys that a later version may add.
+    """
 
 
 class CaseFacts(FrozenModel):
-    """The case of a run. `question` is the dict that was hashed for `key`; `Record.question` is the
-    same with its types. `origins` says where each setting came from (case file, command line,
-    automatic); `max_interval` is the widest relative confidence interval that is valid.
+    """The case of a run. `question` is the dict that was hashed, with the data's fingerprint, for
+    `key`; `Record.question` is the same with its types. `size` is full or smoke; `gate` the quality
+    gate (None: none); `max_interval` the widest relative confidence interval that is valid (None:
+    no limit); `reference` the published results. `origins` says by dotted key where each setting
+    came from (case file, command line, default, automatic).
     """
 
     name: str
@@ -157,9 +167,8 @@ class CaseFacts(FrozenModel):
 
 
 class EngineFacts(FrozenModel):
-    """The engine of a run: its name, what it chose by itself (`details`), and whether `steelyard
-    conform` found that this version computes what engine torch does (`conforms`; None: nobody
-    tried).
+    """The engine of a run: its `name`, what it chose by itself (`details`), and `conforms`, whether
+    `steelyard conform` found that this version computes what engine torch does (None: not tested).
     """
 
     name: str
@@ -170,9 +179,11 @@ class EngineFacts(FrozenModel):
 
 
 class Scope(GrownModel):
-    """How much of the question was run: all (`full`) or a `window` of it by number of samples or
-    steps, or by names. `subjects` and `rows` are the parts of the data that a user named, each
-    sorted.
+    """How much of the question was run: all (`kind` is `full`) or a `window` of it. `sample`
+    (`--sample`) is a number of samples, for training rows of each batch, `steps` (`--steps`) a
+    number of steps; `subjects` and `rows` are the parts of the data that a user named
+    (`--subjects`, `--rows`), each sorted. None is no restriction. `selected` gives it in the form
+    that a task's reader takes.
     """
 
     LATER: ClassVar[tuple[str, ...]] = ("subjects", "rows")
@@ -198,7 +209,9 @@ class Scope(GrownModel):
 
 
 class Check(FrozenModel):
-    """A check of a finished run, whether it passed, and a sentence or message with the details."""
+    """A check of a finished run by metrics/validity.py: its `name`, whether it passed (`ok`), and
+    `detail`, a message (in older records a sentence) with what was compared.
+    """
 
     name: str
     ok: bool
@@ -206,8 +219,9 @@ class Check(FrozenModel):
 
 
 class Quality(FrozenModel):
-    """The quality metric of a run and the gate for it. `value` is None if it is not known;
-    `evaluated` is whether it was compared with the gate, and `note` says why not.
+    """The quality metric of a run and the gate (required value) for it. `metric` is its name;
+    `value` is None if it is not known; `gate` is None if the case has none; `evaluated` is whether
+    the value was compared with the gate, and `note` says why not.
     """
 
     metric: str
@@ -218,8 +232,9 @@ class Quality(FrozenModel):
 
 
 class Value(FrozenModel):
-    """A derived metric with its unit and 95 % confidence interval. A `value` of None has its reason
-    in `note`.
+    """A derived metric: `value` in `unit`, and `interval`, the low and high end of its 95 %
+    confidence interval (None: it has none). A `value` of None has its reason in `note`, a message
+    or, in older records, a sentence.
     """
 
     value: float | None
@@ -232,8 +247,10 @@ NotedModel = TypeVar("NotedModel", Quality, Value)
 
 
 class FailureFacts(FrozenModel):
-    """Where and how a failed run failed: the rank and host that caused it, its exit code (None if
-    it did not exit), its error, and the end of its stderr.
+    """Where and how a failed run failed: `rank` and `host` that caused it (None: no single one),
+    its `exit_code` (negative: a signal; None: it did not exit by itself), its `error` as text, the
+    end of its stderr (`stderr_tail`; of all ranks if `rank` is None), and by rank the `stacks` of a
+    run that hung.
     """
 
     rank: int | None
@@ -253,11 +270,16 @@ class NoDataFacts(FrozenModel):
 
 
 class Record(FrozenModel):
-    """One run, as it is stored: question, environment, raw samples, checks, metrics and status.
+    """One run, as its file stores it, built by run/assemble.py. What was asked: `case`, `scope`
+    (how much of it), `tune`, `plan`. On what: `engine`, `environment`, `site`, `weights`, `data`,
+    `hosts`. What was measured: `passes`, `samples` (steps), `ranks`, `telemetry`, `outputs` (the
+    task's answers), `drawn`, `profile`. `budget` are the parts of the wall time in seconds;
+    `restarts`, `checkpoints` and `stepped_down` tell of a resumed run, its folder and a first
+    attempt without enough memory; `failure` is None unless it failed.
 
-    `metrics`, `checks`, `quality` and `status` are derived from the rest, and `steelyard verify`
-    derives them again. `created` is an ISO 8601 time; `budget` are the parts of the wall time in
-    seconds; `hashes` are set by `seal_record`.
+    `metrics`, `checks`, `quality`, `reasons`, `notes` and `status` (valid, invalid, failed) are
+    derived from the rest, and `steelyard verify` derives them again. `created` is an ISO 8601 time;
+    `hashes` are set by `seal_record`.
     """
 
     schema_version: int = Field(SCHEMA_VERSION, alias="schema")
@@ -368,7 +390,9 @@ class Record(FrozenModel):
 
 
 def seal_record(record: Record) -> Record:
-    """Return a copy of a record with its hashes set."""
+    """Return a copy of a record with its three hashes computed anew: `samples`, `record` and
+    `bytes` (`compute_hashes`). To be called last: any later change makes them wrong.
+    """
     return record.model_copy(
         update={"hashes": record_file.compute_hashes(record_to_json(record), RAW_KEY)}
     )
@@ -468,9 +492,9 @@ def write_or_rescue_record(record: Record, folder: Path) -> Path:
 
 
 def read_record(path: Path) -> Record:
-    """Read and validate a record of a run, its question and its outputs included. Raise
-    RequestError with one line if the file cannot be read, is not a record of this schema, or is of
-    a task that is not installed; hashes are not checked.
+    """Read and validate the file of a record of a run, its question and its outputs included, and
+    return it. Raise RequestError with one line if the file cannot be read, is not a record of this
+    schema (a spec record is none), or is of a task that is not installed; hashes are not checked.
     """
     record = record_file.read_record_file(path, Record, "record")
     for attribute in ("question", "answers"):
@@ -484,13 +508,16 @@ def read_record(path: Path) -> Record:
 
 
 def find_record_damage(path: Path) -> list[str]:
-    """Compare a record's bytes and hashes with what was written, and return a sentence for each
-    difference: an empty list if there is none. Raise RequestError if the file cannot be read or
-    parsed.
+    """Compare a record's file with what was written, and return a sentence for each difference, an
+    empty list if there is none: bytes or order of keys that are not the canonical ones, a hash that
+    does not match or is missing (`bytes` may be, in older records), or an unknown hash. Raise
+    RequestError if the file cannot be read or parsed.
     """
     return record_file.find_file_damage(path, Record, RAW_KEY, LATER_HASHES)
 
 
 def make_record_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a record, as record.schema.json ships it."""
+    """Return the JSON Schema (draft 2020-12) of a record of a run as a dict, as record.schema.json
+    ships it; docstrings are its descriptions.
+    """
     return record_file.make_json_schema(Record, "Steelyard record")

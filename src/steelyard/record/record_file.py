@@ -144,7 +144,8 @@ def make_json_schema(record_type: type[FrozenModel], title: str) -> dict[str, An
 
 def prove_writable(folder: Path) -> None:
     """Create a folder with its parents and prove, before any work, that a record can be written
-    into it: create, hard-link and remove a probe file. Raise RequestError if one of these fails.
+    into it: create, hard-link and remove an empty probe file `.probe-…`. The folder stays. Raise
+    RequestError if one of these fails.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

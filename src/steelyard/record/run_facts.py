@@ -28,8 +28,8 @@ Number = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 
 class DeviceFacts(ExtensibleModel):
-    """A device by its name as the driver reports it, its UUID, and its memory; None where the
-    driver does not tell.
+    """A device by its `name` as the driver reports it, its `uuid`, and its total memory in bytes;
+    None where the driver does not tell.
     """
 
     name: str
@@ -38,8 +38,9 @@ class DeviceFacts(ExtensibleModel):
 
 
 class PeakFacts(ExtensibleModel):
-    """The datasheet row of a device as it was when the record was made: dense peak FLOP/s by
-    precision, memory bandwidth, and the source of the numbers.
+    """The datasheet row of a device as it was when the record was made: its `name`, dense peak
+    FLOP/s by precision (`flops_per_s`), memory bandwidth in bytes per second (None: unknown), the
+    `source` of the numbers, and a `note` on them, if any.
     """
 
     name: str
@@ -50,8 +51,9 @@ class PeakFacts(ExtensibleModel):
 
 
 class Hardware(ExtensibleModel):
-    """The hardware of a run: machine and CPU of the first host, the accelerator's name, the devices
-    used, and the datasheet row of the devices (None if it is unknown or they differ).
+    """The hardware of a run: `machine` (model), `cpu`, `cpu_cores` and main memory of the first
+    host, the `accelerator`'s name, the `devices` used on all hosts, and `peak`, the datasheet row
+    of the devices (None if it is unknown or they differ). None is what is not known.
     """
 
     machine: str | None = None
@@ -64,8 +66,10 @@ class Hardware(ExtensibleModel):
 
 
 class Software(ExtensibleModel):
-    """The software of a run: operating system, driver, Python packages by name with their version,
-    runtime libraries, and the environment variables that a record keeps. None is what is not known.
+    """The software of a run: `os`, `kernel`, `driver`, `container`, `python`, the versions of
+    Python `packages` by name, of the runtime libraries (`cuda`, `cudnn`, `nccl`; other accelerators
+    add keys), and the environment `variables` that a record keeps. None is what is not known.
+    `libraries` and `collectives` return the versions that accelerators' rows list.
     """
 
     os: str | None = None
@@ -104,8 +108,8 @@ class Software(ExtensibleModel):
 
 
 class SourceFacts(ExtensibleModel):
-    """The version of this package, its git revision, and whether files were changed since that
-    revision; None where there is no repository.
+    """The `version` of this package, its git `revision`, and whether files were changed since that
+    revision (`dirty`); the last two are None where there is no repository.
     """
 
     version: str | None = None
@@ -114,7 +118,9 @@ class SourceFacts(ExtensibleModel):
 
 
 class Environment(ExtensibleModel):
-    """The hardware and software of a run, and the revision of this package."""
+    """What a run was made on: `hardware`, `software`, and `source`, the version and git revision of
+    this package.
+    """
 
     hardware: Hardware
     software: Software
@@ -166,8 +172,9 @@ class EngineDetails(ExtensibleModel):
 
 
 class WeightsFacts(ExtensibleModel):
-    """Where the weights of a run came from: `source` is `random` (with its seed), or the format of
-    a checkpoint (with its files and the hash of their headers). None if the run ended before.
+    """Where the weights of a run came from: `source` is `random`, or the format of a checkpoint, or
+    None if the run ended before; additional keys, such as the seed, or the files and the hash of
+    their headers, are kept as the engine reported them. `is_trained`: neither random nor unknown.
     """
 
     source: str | None
@@ -209,9 +216,11 @@ class DeviceState(ExtensibleModel):
 
 
 class HostState(ExtensibleModel):
-    """A host before a run. `cores` are online, `allowed` is how many of them CPU affinity allows,
-    `quota` how many the control group allows (it may be a fraction). `governors` are the frequency
-    governors of the cores. None is what the host does not tell.
+    """A host before a run, as its node agent reads it. `load_1m` is the load average of a minute;
+    `cores` are online, `allowed` is how many CPU affinity allows, `quota` how many the control
+    group allows (it may be a fraction; None: no limit). Memory and swap are in bytes; `governors`
+    are the frequency governors of the cores, each once; `clock_source` is the kernel's; `devices`
+    has the state of each device. None is what the host does not tell.
     """
 
     load_1m: Number | None = None
@@ -266,11 +275,12 @@ class CpuLoad(ExtensibleModel):
 
 
 class HostFacts(ExtensibleModel):
-    """A host of a run, with its ranks and devices.
+    """A host of a run: its `name`, `ranks`, `devices`, CPU, main memory, its `state` before the run
+    and the CPU `load` during it (None where unknown).
 
     `clock_offset_s` is the host's monotonic clock minus the parent's at the start of the run, known
     to within `clock_uncertainty_s`; `clock_drift` is how many seconds the host's clock gains per
-    second. All times in a record are on the parent's clock.
+    second. All times in a record are on the parent's clock; `to_parent_clock` converts.
     """
 
     name: str
@@ -299,8 +309,9 @@ class HostFacts(ExtensibleModel):
 
 
 class MatmulRate(FrozenModel):
-    """One matmul shape of the case's model, timed on a rank: m × n × k in a memory layout, how many
-    such matmuls one batch has (`count`), and the measured rate.
+    """One matmul shape of the case's model, timed on a rank: m × n × k in a memory `layout` (which
+    operands are transposed), how many such matmuls one batch has (`count`), and the measured rate
+    in FLOP/s. `flops` are those of all `count` together.
     """
 
     name: str
@@ -318,12 +329,15 @@ class MatmulRate(FrozenModel):
 
 
 class RankFacts(ExtensibleModel):
-    """What a record keeps of a rank besides its passes and samples.
+    """What a record keeps of a rank besides its passes and samples; None where it was not measured.
 
-    `identity` is the device's name, UUID, memory size and the like, as the framework reports them,
+    `device` is its name, such as cuda:0, `status` how the rank ended; `identity` the device's name,
+    UUID, memory and the like, as the framework reports them; `threads` those of the framework;
     `matmul_flops_per_s` the measured rate of a large square matmul (`..._per_cpu_s`: per second of
-    CPU time), `matmuls` the rates of the case's own shapes, `in_use_bytes` device memory in use
-    after each pass, by pass, `budget` seconds of each part of the rank's wall time.
+    CPU time), `matmuls` the rates of the case's own shapes, `all_reduce_bytes_per_s` the rate of a
+    small all-reduce; `in_use_bytes` device memory in use after each pass, by pass. `budget` is wall
+    seconds by named part of the rank's work, `beside` seconds of work in parallel with it, `clocks`
+    the seconds that passed on each of the host's clocks.
     """
 
     rank: int
@@ -361,8 +375,10 @@ class RankFacts(ExtensibleModel):
 
 
 class Restart(ExtensibleModel):
-    """From where a resumed run continued: the record and checkpoint folder, the step and plan of
-    the checkpoint, damaged checkpoints that were passed over, and the losses of all steps up to it.
+    """From where a resumed run continued: `record`, the id of the earlier record (None: its
+    checkpoints were named by folder); `checkpoints`, their folder, relative to the new record;
+    `step` and `plan` of the checkpoint; `passed_over`, names of later checkpoints that are damaged;
+    and the `losses` of all steps up to it.
     """
 
     record: str | None
@@ -374,8 +390,9 @@ class Restart(ExtensibleModel):
 
 
 class StepDown(ExtensibleModel):
-    """A first attempt that ran out of memory: the automatically chosen tune values, and the error.
-    The run itself is the second attempt, with the next smaller size.
+    """A first attempt of a run that ran out of memory: `tune`, the sizes that `auto` had chosen, by
+    name, and the `error` as text. The run itself is the second attempt, with the next smaller
+    sizes.
     """
 
     tune: dict[str, int]
@@ -384,8 +401,10 @@ class StepDown(ExtensibleModel):
 
 class TelemetryColumns(ExtensibleModel):
     """Telemetry readings of a device as equally long lists, one item per reading; None where the
-    device gave no value. `t_s` is the time of each reading; `reasons` are the slowdown reasons
-    active then.
+    device gave no value, an empty list for a column that it does not have. `t_s` is the time of
+    each reading in seconds since the start of the run; `memory_bytes` is in use; `energy_j` a
+    running total; `reasons` are the names of the slowdown reasons active then; `processes` counts
+    compute processes on the device. Further columns are kept.
     """
 
     t_s: list[Number]
@@ -398,11 +417,13 @@ class TelemetryColumns(ExtensibleModel):
 
 
 class TelemetrySeries(ExtensibleModel):
-    """The telemetry of one device during a run. `t_s` of its columns counts from the start of the
-    run; `period_s` is the interval between readings.
+    """The telemetry of one `device` (such as cuda:0) of a `host` during a run: `columns` of
+    readings, whose `t_s` counts from the start of the run; `period_s` is the interval between
+    readings.
 
     `baseline_processes` is the number of compute processes on the device before any worker started;
-    `severity` says what each slowdown reason means for a run; None in records without it.
+    `severity` says for each slowdown reason what it means for a run (nothing, note or invalidates).
+    Both are None in records without them.
     """
 
     device: str

@@ -53,7 +53,10 @@ class Signature:
     detail: str | None = None
 
     def __str__(self) -> str:
-        """Return the state as an English phrase, with name, key and detail."""
+        """Return the state of a record's signature as an English phrase, such as `signed by NAME
+        (TYPE SHA256:…)` or `not signed`; with the detail after a colon, except for `known` and
+        `none`.
+        """
         key = f"({self.key_type} {self.fingerprint})"
         reason = f": {self.detail}" if self.detail else ""
         texts: dict[SignatureState, str] = {
@@ -104,11 +107,15 @@ def try_signing_key(key: Path) -> None:
 
 
 def check_signature(record: Path, signers: Path | None = None) -> Signature:
-    """Check a record's signature: whether it fits the record and, with `signers`, whose it is.
-    Nothing is raised for a bad or missing signature: the returned state says so.
+    """Check the signature of the record file `record` (RECORD.sig beside it) with ssh-keygen:
+    whether it fits the record and, with `signers`, whose it is. A bad or missing signature is not
+    raised: the returned state says so; without a signature file it is `none` before ssh-keygen is
+    looked for.
 
     `signers` is a file in the format ALLOWED SIGNERS of ssh-keygen(1). Raise RequestError if it
-    cannot be read or is malformed, or if it is given and ssh-keygen is missing.
+    cannot be read, is malformed (noticed only if the signature fits), or is given and ssh-keygen is
+    missing; also if ssh-keygen cannot be started or takes longer than `TIMEOUT_S`. OSError if the
+    record cannot be read.
     """
     if signers is not None:
         _check_signers_readable(signers)
@@ -174,7 +181,9 @@ def _identify_signer(
 
 
 def _check_signers_readable(signers: Path) -> None:
-    """Raise RequestError if the file of signers is not a readable regular file."""
+    """Raise RequestError if the file of `--signers` is not a readable regular file; its content is
+    not checked.
+    """
     try:
         with files.open_regular(signers) as file:
             file.read(1)
@@ -186,7 +195,9 @@ def _check_signers_readable(signers: Path) -> None:
 
 @dataclass(frozen=True)
 class _KeygenResult:
-    """Exit code and output of ssh-keygen, each stream cut to `MAX_BYTES`."""
+    """Exit code (`code`) and output (`out` and `err`, each stream cut to `MAX_BYTES`) of a run of
+    ssh-keygen; `complaint` is the first line on stderr that says what is wrong.
+    """
 
     code: int
     out: bytes

@@ -127,7 +127,7 @@ def _check_language(lang: str) -> Lang:
 
 
 def _check_not_empty(records: list[Kind]) -> list[Kind]:
-    """Return the same list, or raise RequestError if it is empty."""
+    """Return the same list, or raise RequestError if there are no records in it."""
     if not records:
         raise RequestError("no records given; name at least one record file or folder")
     return records

@@ -63,9 +63,11 @@ IDENTITY = (
 
 @dataclass(frozen=True)
 class MetricColumn:
-    """The three columns (value, low and high end of the interval) of a metric in one of its units.
+    """The three CSV columns (value, low and high end of its interval) of a metric (`name`) in one
+    `unit`; made by `list_metric_columns`.
 
-    They are empty for a record that has the metric in another unit or not at all.
+    `titles` returns NAME, NAME_low and NAME_high with the unit in parentheses, `cells(record)` the
+    three numbers; None for a record that has the metric in another unit or not at all.
     """
 
     name: str

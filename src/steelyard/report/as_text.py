@@ -41,8 +41,9 @@ MIN_BROKEN = 8  # terminal columns that a text keeps at least when its words are
 
 @dataclass(frozen=True)
 class FittedTable:
-    """The part of a table that fits the terminal: the columns that are shown, the width limit of
-    each in terminal columns, the cells of each row for these columns, and the columns left out.
+    """The part of a table that fits the terminal, chosen by `fit_columns`: `columns` that are
+    shown, `limits`, the greatest width of each in terminal columns (longer text is wrapped), `rows`
+    with the cells of these columns, and `left_out`, the columns that are not shown.
     """
 
     columns: tuple[TableColumn, ...]
@@ -92,8 +93,8 @@ def _drop_columns(
 
 @dataclass(frozen=True)
 class _ColumnWidths:
-    """Widths of a column in terminal columns: without wrapping, wrapped between words, and with
-    words broken.
+    """How many terminal columns a table column needs at least: `unwrapped`, with its text `wrapped`
+    between words, and with words `broken`; made by `_measure_column`.
     """
 
     unwrapped: int
@@ -172,8 +173,9 @@ def render_text(page: Page, columns: int | None = None) -> str:
 
 
 class _TextRenderer:
-    """Renders the elements of a page as text for one line width and language: `render(page)`
-    returns the whole page; the other methods return one element each.
+    """Renders a page as plain text for one line width (`columns`; None: tables and headings are not
+    limited, other text is wrapped at 100) and language. `render(page)` returns the whole page; the
+    private methods return one element each, an empty string for charts and contents.
     """
 
     def __init__(self, columns: int | None, say: PageWords) -> None:

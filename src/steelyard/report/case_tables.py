@@ -47,10 +47,12 @@ _STATUS_ORDER = ("valid", "invalid", "failed")
 @dataclass(frozen=True)
 class ComparedRuns:
     """A group of repeated runs (the same question, engine, plan and settings; perhaps one run
-    alone): a row of the comparison table.
+    alone): a row of the comparison table, made by `group_compared_runs`.
 
-    `row` has the means over its valid runs, or over the finished ones if none is valid; `runs` are
-    all its runs.
+    `row` (`OverviewRow`) has the means over its valid runs, or over the finished ones if none is
+    valid; `runs` are all its runs with their numbers. Properties: `name` (accelerator and number of
+    devices), `unit` of the rate, `is_evaluated` (the quality of every run was evaluated, and is the
+    one shown).
     """
 
     row: OverviewRow
@@ -58,7 +60,9 @@ class ComparedRuns:
 
     @property
     def name(self) -> str:
-        """Return the accelerator and the number of devices, such as `NVIDIA H200 × 8`."""
+        """Return the accelerator and the number of devices of this group of repeats, such as
+        `NVIDIA H200 × 8`.
+        """
         return format_accelerator(self.row.first_record)
 
     @property
@@ -122,10 +126,11 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
     """Build the comparison table of a case's runs (at least one): a row per group of repeated runs,
     in the order of `group_compared_runs`, then the published rows.
 
-    Columns: accelerator (pinned), engine and plan, precision and division, settings and scope, rate
-    per device, MFU, quality, memory, energy per token, status. The head of the rate has the most
-    common unit; a cell with another unit names it. The head of the quality names the first group's
-    metric. Footnotes explain the table and its published rows.
+    Columns: accelerator (pinned), engine and plan, precision and division, settings and scope (how
+    much of the question was run), rate per device, MFU, quality, memory in GiB, energy in J per
+    token, status. The head of the rate has the most common unit; a cell with another unit names it.
+    The head of the quality names the first group's metric. Footnotes explain the table and its
+    published rows.
     """
     groups, references = group_compared_runs(runs), find_published_rows(runs)
     common_unit = Counter(group.unit for group in groups).most_common(1)[0][0]
@@ -238,8 +243,9 @@ def _accelerator_cell(group: ComparedRuns) -> Cell:
 
 
 def _settings_cell(group: ComparedRuns, say: PageWords) -> Cell:
-    """Return the cell with the settings of a group that differ from the case's own, or a muted word
-    for "default", and its scope below; both are those of its first record.
+    """Return the cell with the settings of a group that are not the case's own
+    (`format_tuned_settings`), or a muted word for "default", and below it the scope (how much of
+    the question was run); both are those of its first record.
     """
     text, scope_text = (
         format_tuned_settings(group.row.first_record),
@@ -430,8 +436,8 @@ def _run_cell(
 
     Below stands that a quality was not evaluated, or else the unit where the head has none
     (`common_unit` is None). The first column (`tool`) names the run and its engine, and below
-    status, scope, and the accelerator if `name_accelerator`; it is coloured `bad` if the run is not
-    valid.
+    status, scope (how much of the question was run), and the accelerator if `name_accelerator`; its
+    tone is `bad` if the run is not valid.
     """
     record = run.record
     if field.name == "tool":
@@ -499,7 +505,10 @@ def build_mfu_table(runs: list[NumberedRun], say: PageWords) -> Table | None:
         return row.title if isinstance(row, NumberedRun) else say("published", str(row.number))
 
     def column(name: str) -> ColumnSpec[NumberedRun | PublishedRow]:
-        """Return the column of one convention; that of the headline MFU is starred and bold."""
+        """Return the column of one convention of MFU: `name` is a metric of `_MFU_METRICS`, such as
+        mfu_palm, and the title, with a text for the convention below. That of the headline, `mfu`,
+        is starred and bold.
+        """
         headline = name == "mfu"
 
         def cell(row: NumberedRun | PublishedRow) -> Cell | str:

@@ -41,9 +41,12 @@ SHOWN_UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "B": (float(1 
 
 @dataclass(frozen=True)
 class _CeilingLine:
-    """A benchmark of `steelyard spec` over all ranks: the bench and ceiling of the slowest rank,
-    for which work on all devices would wait, the number of ranks, and the value of the fastest
-    (None if no rank has one).
+    """A benchmark of `steelyard spec` over all ranks: a line of the page, made by `_merge_ranks`.
+
+    `bench` (what was run, with timings) and `ceiling` (the rate or size that follows) are those of
+    the slowest rank, for which work on all devices would wait; a rank without a value counts as the
+    slowest. `ranks` is the number of ranks, `fastest` the highest value of a rank in the
+    benchmark's unit (None if no rank has one).
     """
 
     bench: BenchTimings

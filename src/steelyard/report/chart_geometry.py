@@ -20,8 +20,8 @@ _NEAR_START = 0.1  # share of the x axis: if a line begins before it, the axis b
 
 @dataclass(frozen=True)
 class Tick:
-    """A tick or mark of an axis: its position as SVG writes it (a percentage along x, units of
-    HEIGHT along y), and its label.
+    """A tick or mark of an axis: its `position` as SVG writes it (a percentage such as `12.50%`
+    along x; along y a number from 0, the top, to HEIGHT), and its label (`text`).
     """
 
     position: str
@@ -30,8 +30,9 @@ class Tick:
 
 @dataclass(frozen=True)
 class LineChartGeometry:
-    """The geometry of a line chart: an SVG path for each series in their order, ticks of both axes,
-    and the y position of the level line or None.
+    """The geometry of a line chart, made by `lay_out_lines`: `paths`, an SVG path for each series
+    in their order (empty if all its values are gaps), `x_ticks` and `y_ticks`, and `level`, the y
+    position of the horizontal line as text; None if the chart has none.
     """
 
     paths: tuple[str, ...]

@@ -45,8 +45,9 @@ _WORK_COUNTS = ("tokens", "samples")
 
 
 def build_run_charts(record: Record, say: PageWords) -> list[PageElement]:
-    """Return the line charts of a run, which only HTML draws: training loss, rate over time, power
-    and clock of its devices; each only if it has points.
+    """Return the line charts of a run, which only HTML draws, in this order: training loss by step,
+    rate over time in the headline pass, power (W) and SM clock (MHz) of its devices; each only if
+    it has points.
     """
     return [*_loss_chart(record, say), *_rate_chart(record, say), *_telemetry_charts(record, say)]
 
@@ -213,9 +214,10 @@ _HEADROOM = 1.02  # the axis ends this much above the highest number
 
 @dataclass(frozen=True)
 class _ChartMetric:
-    """A metric of a bar chart: its title, number format and unit, the function that gets its
-    estimate from a row, and the published values to draw as lines. `hint` stands in the place of a
-    missing unit.
+    """A metric of a bar chart, from which a panel is made: its `title`, `number_format` (such as
+    "percent") and `unit`, the function `get_estimate` that gets its estimate from an `OverviewRow`
+    (None if unknown), and `references`, published values to draw as lines. `hint`, such as "lower
+    is better", stands in the place of a missing unit.
     """
 
     title: str
@@ -267,9 +269,10 @@ def _choose_rows(groups: list[ComparedRuns]) -> list[ComparedRuns]:
 def _row_label(
     group: ComparedRuns, accelerators: list[str], with_scope: bool, say: PageWords
 ) -> BarRow:
-    """Return the label of a chart row: accelerator and engine; below them precision, division, the
-    settings that differ from the case's own, the scope if `with_scope`, and the status if no run is
-    valid.
+    """Return the label of a chart row: accelerator, number of devices and engine; below them
+    precision, division, the settings that are not the case's own, the scope (how much of the
+    question was run: full, or a window with its sizes) if `with_scope`, and, if no run is valid,
+    the status. A row without a valid run is marked not `valid`, and so drawn hollow.
 
     `accelerators` lists all of the chart; the position in it is the colour.
     """

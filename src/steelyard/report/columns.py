@@ -13,12 +13,12 @@ from steelyard.tasks.kind import Kind
 
 @dataclass(frozen=True)
 class TableField:
-    """A column of the table of all values: a setting of the run (no metrics), or metrics whose
-    numbers are joined by a slash.
+    """A column of the table of all values: a setting of the run (`metrics` is empty; `name` is a
+    key such as precision), or `metrics` whose numbers are joined by a slash.
 
-    `title` is the code of a text; without one, the column is titled by `name`. A column is left out
-    where it is `optional` and no row has anything in it. `instead` lists the metrics that published
-    rows may show in its place, with their convention below.
+    `title` is the code of a text; None: the column is titled by `name`. `strong` makes it bold. An
+    `optional` column is left out if no row has anything in it. `instead` lists the metrics that
+    published rows may show in its place, with their convention below.
     """
 
     name: str
@@ -99,10 +99,12 @@ _TRAIN_FIELDS = (
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The columns of the table of all values and the headline rates of a kind of work.
+    """The columns (`fields`) of the table of all values and the headline rates of a kind of work:
+    SCORE or TRAIN here, or that of a plug-in.
 
     `whole` and `core` name the metrics for the rate over wall time and over compute time; `other`
-    has such a pair (whole, core) for runs with another headline pass, by pass.
+    has such a pair (whole, core) by name of the pass, for runs with another headline pass (the pass
+    that rates come from).
     """
 
     fields: tuple[TableField, ...]

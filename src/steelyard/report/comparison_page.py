@@ -191,8 +191,10 @@ def _answers_elements(comparison: Comparison, say: PageWords) -> list[PageElemen
     """Return a table of how far the answers of each side are from those of the base's first run, or
     a sentence if nothing is known.
 
-    The row of the base shows how far its own other runs are from its first, and is left out if it
-    has none.
+    Columns are `ANSWER_COLUMNS`: items answered otherwise, items with other likeliest tokens, the
+    largest difference over items, of loss and of grad_norm over steps, and the difference of the
+    quality; those without any value are left out. The row of the base shows how far its own other
+    runs are from its first, and is left out if it has none.
     """
     form = metric_row(comparison.quality_metric).form
     answers_by_side = zip(("compare.base", "compare.new"), comparison.answers, strict=True)
@@ -221,8 +223,8 @@ def _answers_elements(comparison: Comparison, say: PageWords) -> list[PageElemen
 
 
 def _metrics_elements(comparison: Comparison, say: PageWords) -> list[PageElement]:
-    """Return the table of metrics that changed, or a sentence if there are none, and how many are
-    equal on both sides.
+    """Return the table of metrics whose means differ between the sides, or a sentence if there are
+    none; then a sentence with the number of metrics that are equal on both sides, if there are any.
     """
     out: list[PageElement] = (
         [_changes_table("metric", comparison.metrics, say)]

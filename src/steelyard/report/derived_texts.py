@@ -16,8 +16,9 @@ from steelyard.words import Message, PageWords
 
 @dataclass(frozen=True)
 class ReasonLine:
-    """A reason why a run is not valid: its code, its sentence (`text`) in the language of the page,
-    and `quoted`, an error text as it was stored when the run failed, or None.
+    """A reason why a run is not valid: its `code`, its sentence (`text`) in the language of the
+    page, and `quoted`, an error text as it was stored when the run failed, or None. `format(say)`
+    returns the sentence, followed by the quoted text.
     """
 
     code: str
@@ -25,7 +26,9 @@ class ReasonLine:
     quoted: str | None = None
 
     def format(self, say: PageWords) -> str:
-        """Return the text, followed by the quoted error text if there is one."""
+        """Return this reason's sentence, followed by a colon and the quoted error text if there is
+        one.
+        """
         return (
             self.text
             if self.quoted is None
@@ -54,9 +57,10 @@ class DerivedTexts:
     """The checks, reasons and notes of a record as texts in the language of the page, derived again
     from its samples when it is created.
 
-    Methods: `list_checks`, `list_reasons`, `list_notes`, `metric_note`, `quality_note`. Where the
-    stored ones do not agree with the derived ones, as in a record that does not verify, the stored
-    ones are shown.
+    `list_checks` returns `Check`s, `list_reasons` a `ReasonLine` for each reason (none for a valid
+    run), `list_notes` texts; `metric_note(name)` and `quality_note` return a text, or an empty one.
+    Where the stored ones do not agree with the derived ones, as in a record that does not verify,
+    the stored ones are returned.
     """
 
     def __init__(self, record: Record, say: PageWords) -> None:

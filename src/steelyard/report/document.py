@@ -23,8 +23,8 @@ Priority = Literal[1, 2, 3]  # of a column: 1 is always shown, 3 is the first to
 
 @dataclass(frozen=True)
 class Heading:
-    """A heading of level 1 (the page) to 6; `anchor` is the id that links on the page point to, or
-    empty.
+    """A heading: `text`, `level` 1 (of the page) to 6, and `anchor`, the id that links on the page
+    point to, or empty.
     """
 
     level: int
@@ -34,7 +34,9 @@ class Heading:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A paragraph of plain text; the tone is how it is emphasized or coloured."""
+    """A paragraph of plain text. `tone` is how HTML emphasizes or colours it: plain, strong (bold),
+    muted, good, bad or lead; Markdown shows strong only, text none.
+    """
 
     text: str
     tone: Tone = "plain"
@@ -42,7 +44,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Fact:
-    """A labelled value in a list of facts."""
+    """A labelled value (`label`, `text`) in a list of `Facts`; `tone` colours the value in HTML."""
 
     label: str
     text: str
@@ -51,7 +53,9 @@ class Fact:
 
 @dataclass(frozen=True)
 class Facts:
-    """A list of labelled values, one per line."""
+    """An element of a page: a list of labelled values (`items`), one per line. The text format
+    needs at least one.
+    """
 
     items: tuple[Fact, ...]
 
@@ -67,8 +71,9 @@ class Code:
 class TableColumn:
     """The head of a table column.
 
-    `sub` is a second, quieter line such as the unit; `strong` makes the title bold. `priority` 1 is
-    always shown, 2 and 3 are dropped from a narrow page, 3 first.
+    `sub` is a second, quieter line such as the unit; `align` is "left" or "right" (numbers), for
+    cells too; `strong` makes the title bold. Columns of `priority` 1 are always shown; 2 and 3 are
+    dropped from a narrow terminal or HTML page, 3 first.
     """
 
     title: str
@@ -80,7 +85,7 @@ class TableColumn:
 
 @dataclass(frozen=True)
 class Link:
-    """A link to an anchor on the same page."""
+    """A link (`text`) to an `anchor` (the id of a heading) on the same page."""
 
     text: str
     anchor: str
@@ -88,8 +93,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Cell:
-    """A table cell. `sub` is a second, quieter line; HTML shows `links` in its place if there are
-    any.
+    """A table cell. `sub` is a second, quieter line below `text`; HTML shows `links` in its place
+    if there are any. `tone` is its emphasis: Markdown makes strong and bad ones bold, text shows
+    none.
     """
 
     text: str
@@ -100,8 +106,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row of a table: one cell per column. `kind` tells measured rows from published ones and
-    totals.
+    """A row of a table: one cell per column. `kind` is "measured", "published" (in italics in
+    Markdown) or "total".
     """
 
     cells: tuple[Cell, ...]
@@ -110,8 +116,8 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
-    """A table; every row has as many cells as there are columns. `pinned`: in HTML the first column
-    stays visible while the others scroll.
+    """A table: `columns`, `rows` with as many cells each, and `footnotes`, texts below it; mostly
+    made by `build_table`. `pinned`: in HTML the first column stays visible while the others scroll.
     """
 
     columns: tuple[TableColumn, ...]
@@ -126,11 +132,11 @@ UNKNOWN_CELL = Cell(UNKNOWN)
 @dataclass(frozen=True)
 class ColumnSpec(Generic[Row]):
     """A column head together with the function that makes the cell of a row, to be passed to
-    `build_table`.
+    `build_table`. `head` returns the head alone.
 
-    `make_cell` returns a `Cell`, or a string for a cell in the row's tone. `right` aligns to the
-    right. An `optional` column is left out of a table in which all of its cells are UNKNOWN. `sub`
-    and `priority` are those of `TableColumn`.
+    `make_cell(row)` returns a `Cell`, or a string for a cell in the row's tone. `right` aligns to
+    the right, `strong` makes the title bold, `sub` and `priority` are those of `TableColumn`. An
+    `optional` column is left out of a table in which all of its cells are UNKNOWN.
     """
 
     title: str
@@ -186,7 +192,9 @@ def _as_cell(value: Cell | str, tone: Tone) -> Cell:
 
 @dataclass(frozen=True)
 class Figure:
-    """A headline number, formatted, with its label and unit."""
+    """A headline number of a run: `label`, the formatted `value`, and its `unit` (empty if it has
+    none).
+    """
 
     label: str
     value: str
@@ -195,8 +203,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class Figures:
-    """The headline numbers of one run, under a title and its status; `tone` colours the status.
-    `text` is the line that text and Markdown show instead.
+    """The headline numbers (`items`) of one run, under a title and its status; `tone` colours the
+    status. Property `text` is the title and all numbers on one line, which text and Markdown show
+    instead.
     """
 
     title: str
@@ -215,7 +224,9 @@ class Figures:
 
 @dataclass(frozen=True)
 class Curve:
-    """A named line of a chart; a y of None is a gap in it."""
+    """A named line of a chart: `points` are (x, y) pairs in drawing order; a y of None is a gap in
+    it.
+    """
 
     name: str
     points: tuple[ChartPoint, ...]
@@ -223,8 +234,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class LineChart:
-    """A line chart, drawn by HTML only, with one line for each of `series`. `level` is a y value
-    drawn as a horizontal line (None: no line), with `level_label` in the legend.
+    """A line chart, drawn by HTML only, with one line (`Curve`) for each of `series`, and labels of
+    both axes. `level` is a y value drawn as a horizontal line (None: no line), with `level_label`
+    in the legend.
     """
 
     title: str
@@ -237,8 +249,8 @@ class LineChart:
 
 @dataclass(frozen=True)
 class BarPart:
-    """A part of a stacked bar: `share` is its part of the whole (0 to 1), `text` the formatted
-    number.
+    """A part of a stacked bar, with its `name`: `share` is its part of the whole (0 to 1), `text`
+    the formatted number.
     """
 
     name: str
@@ -248,8 +260,8 @@ class BarPart:
 
 @dataclass(frozen=True)
 class StackedBar:
-    """A single horizontal bar that shows the parts of a whole, drawn by HTML only; a table beside
-    it has the numbers.
+    """A single horizontal bar with a title that shows the `parts` of a whole in their order, drawn
+    by HTML only; a table beside it has the numbers.
     """
 
     title: str
@@ -258,10 +270,10 @@ class StackedBar:
 
 @dataclass(frozen=True)
 class ChartBar:
-    """A bar of a bar chart; a value of None is not drawn.
+    """A bar of a bar chart; a `value` of None is not drawn.
 
-    `shown` is the formatted number beside it, `interval` the 95 % interval drawn as a whisker,
-    `text` the tooltip with both.
+    `shown` is the formatted number beside it, `interval` the (low, high) ends of the 95 % interval
+    in the unit of `value`, drawn as a whisker (None: no whisker), `text` the tooltip with both.
     """
 
     value: float | None
@@ -272,8 +284,9 @@ class ChartBar:
 
 @dataclass(frozen=True)
 class ReferenceLine:
-    """A value from elsewhere, such as a published one, drawn as a line across a panel. `mark` is
-    its short label, `text` its line in the legend.
+    """A value from elsewhere, such as a published one, drawn as a line across a panel of a bar
+    chart. `value` is in the unit of the panel, `mark` its short label, `text` its line in the
+    legend.
     """
 
     value: float
@@ -283,8 +296,8 @@ class ReferenceLine:
 
 @dataclass(frozen=True)
 class Panel:
-    """One metric in a bar chart: a bar for each row of the chart, on an axis from `low` to `high`,
-    with published values as lines (`references`).
+    """One metric in a bar chart: `bars`, one for each row of the chart, on an axis from `low` to
+    `high`, with `references`, published values, as lines.
 
     `unit` may be a hint instead, such as "lower is better". `note` says that the axis does not
     begin at 0, and is empty where it does.
@@ -302,7 +315,8 @@ class Panel:
 @dataclass(frozen=True)
 class BarRow:
     """The label of a row of a bar chart: `text`, and `sub` as a quieter line below. `colour` is the
-    index of its accelerator in the chart; a row without a `valid` run is drawn hollow.
+    index of its accelerator among those of the chart (colours repeat after 8); `valid` is whether
+    it has a valid run, without which its bars are drawn hollow.
     """
 
     text: str
@@ -313,10 +327,10 @@ class BarRow:
 
 @dataclass(frozen=True)
 class BarChart:
-    """A bar chart with one row per group of repeated runs and one panel per metric, drawn by HTML
-    only; a table beside it has the numbers.
+    """A bar chart with one row per group of repeated runs (`rows`, their labels) and one panel per
+    metric (`panels`), drawn by HTML only; a table beside it has the numbers.
 
-    Each panel has as many bars as the chart has rows.
+    Each panel has as many bars as the chart has rows, in the same order.
     """
 
     title: str
@@ -326,7 +340,7 @@ class BarChart:
 
 @dataclass(frozen=True)
 class Contents:
-    """A list of links to the headings of the page, in HTML only."""
+    """A titled list of links (`items`) to headings of the page, in HTML only."""
 
     title: str
     items: tuple[Link, ...]
@@ -334,8 +348,11 @@ class Contents:
 
 @dataclass(frozen=True)
 class Fold:
-    """A collapsible part of the page. HTML shows heading, `sub` and `note` until a reader opens it;
-    other formats print all of it, with `sub` and `note` below the heading.
+    """A collapsible part of the page: a heading and `elements`. `sub` tells it from other folds,
+    `note` is its state (coloured by `tone`); both may be empty.
+
+    HTML shows heading, `sub` and `note` until a reader opens it; other formats print all of it,
+    with `sub` and `note` below the heading (`walk_elements`).
     """
 
     heading: Heading
@@ -362,8 +379,9 @@ PageElement = (
 
 @dataclass(frozen=True)
 class Page:
-    """A page: title (of the HTML document; the heading on the page is an element), language, its
-    elements in order, and `footer`, a text at its end, or empty.
+    """A page as data, made by the `build_*` functions: `title` (of the HTML document; the heading
+    on the page is an element), `lang` ("en" or "zh"), its `elements` in order (headings,
+    paragraphs, facts, tables, charts, folds, ...), and `footer`, a text at its end, or empty.
     """
 
     title: str

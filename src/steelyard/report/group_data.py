@@ -18,8 +18,8 @@ from steelyard.schema import FrozenModel
 
 
 class NotValidRun(FrozenModel):
-    """A run that is not valid: id, status (invalid or failed), and the codes of its reasons, each
-    once.
+    """A run that is not valid: `id` of its record, `status` (invalid or failed), and the codes of
+    its `reasons`, each once.
     """
 
     id: str
@@ -29,9 +29,10 @@ class NotValidRun(FrozenModel):
 
 class SpreadData(FrozenModel):
     """A metric over the valid runs of a group that have a value for it; `runs` is their number.
+    `mean`, `interval` (95 %, low and high end, of the mean), `lowest` and `highest` are in `unit`.
 
-    `interval_from` is what the interval of the mean comes from: steps of one run, or the spread of
-    runs. `deviation` is the standard deviation as a share of the mean. Null is unknown.
+    `interval_from` is what the interval comes from: "steps" of one run, or the spread of "runs".
+    `deviation` is the standard deviation between runs as a share of the mean. Null is unknown.
     """
 
     unit: str
@@ -45,11 +46,13 @@ class SpreadData(FrozenModel):
 
 
 class RepeatsData(FrozenModel):
-    """Repeated runs of the same question, engine, plan and settings.
+    """Two or more repeated runs of the same question (`key` is its hash), engine, plan and
+    settings; `scope` is how much of the question was run, `config` nodes x devices.
 
-    `records` are the ids of valid runs, and `metrics` are over these; `rate` among them is work of
-    all devices over wall time. `interval_only` counts runs that are invalid only because their
-    interval is too wide.
+    `records` are the ids of valid runs; `metrics` are over these, by name: `rate` (work of all
+    devices per second of wall time), mfu, mem, energy_per_token and the quality metric. `not_valid`
+    lists the other runs; `interval_only` counts those that are invalid only because their interval
+    is too wide.
     """
 
     case: str
@@ -68,11 +71,13 @@ class RepeatsData(FrozenModel):
 
 
 class EngineData(FrozenModel):
-    """The finished runs of one engine. `rate` (of all devices) and `mfu` are means over its valid
-    runs, `quality` over all, `mem` is the highest in GiB; null is unknown.
+    """The finished runs of one engine; `base`: whether the others are compared with it. `rate` (of
+    all devices) and `mfu` are means over its valid runs, `quality` over all, `mem` is the highest
+    in GiB; null is unknown.
 
-    `ratio` is the rate over the base engine's, `answers` how far its answers are from those of the
-    base's first run, `valid` the number of valid runs, `records` the ids of all.
+    `ratio` is the rate over the base engine's; intervals are 95 % (low, high), and `interval_from`
+    is what that of the rate comes from ("steps" or "runs"). `answers` is how far its answers are
+    from those of the base's first run, `valid` the number of valid runs, `records` the ids of all.
     """
 
     engine: str
@@ -91,9 +96,9 @@ class EngineData(FrozenModel):
 
 
 class EnginesData(FrozenModel):
-    """Finished runs of two or more engines that differ in the engine alone, one row per engine.
-    `quality` names the metric of the rows' quality; `without` lists engines that have only failed
-    runs.
+    """Finished runs of two or more engines that differ in the engine alone: `rows`, one per engine,
+    the base first. `key` is the hash of their question, `unit` that of the rates; `quality` names
+    the metric of the rows' quality; `without` lists engines that have only failed runs.
     """
 
     case: str
@@ -107,9 +112,13 @@ class EnginesData(FrozenModel):
 
 
 class PlanData(FrozenModel):
-    """The valid runs of one parallel plan. `rate` is the mean of all devices together; speed-up is
-    over the base plan, and efficiency is the speed-up divided by the ratio of devices. `records`
-    are ids.
+    """The valid runs of one parallel plan: `nodes`, `devices` of each node, `config` (nodes x
+    devices) and `plan` (degrees, such as TP2PP1DP4). `rate` is the mean of all devices together;
+    `speedup` is over the base plan (`base`), and `efficiency` is the speed-up divided by the ratio
+    of devices.
+
+    Intervals are 95 % (low, high), null if unknown; `interval_from` is what that of the rate comes
+    from. `records` are ids.
     """
 
     config: str
@@ -128,8 +137,9 @@ class PlanData(FrozenModel):
 
 
 class ScalingData(FrozenModel):
-    """Valid runs on at least two numbers of devices that differ in the parallel plan alone, one row
-    per plan, fewest devices first.
+    """Valid runs on at least two numbers of devices that differ in the parallel plan alone: `rows`,
+    one per plan, fewest devices first. `key` is the hash of their question, `unit` that of the
+    rates.
     """
 
     case: str

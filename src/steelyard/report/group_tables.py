@@ -58,12 +58,13 @@ Group = TypeVar("Group", bound=RepeatGroup | ScalingGroup | EngineGroup)
 
 @dataclass(frozen=True)
 class GroupKind(Generic[Group]):
-    """A kind of group of runs: REPEATS, SCALING or ENGINES. `build_section` makes a section of the
-    report, `build_page` what the command line prints.
+    """A kind of group of runs: REPEATS, SCALING or ENGINES. `build_section` returns the elements of
+    a section of the report, `build_page` the page that the command line prints after runs; empty
+    and None if the runs form no group.
 
-    `name` begins the codes of its texts, such as `repeats.note`. `make_title` is called with a
-    group, all groups of the case, and the words; `build_elements` with a group, its numbered runs,
-    and the words.
+    `name` begins the codes of its texts, such as `repeats.note`. `find_groups` is given records;
+    `make_title` a group, all groups of the case, and the words; `build_elements` a group, its
+    numbered runs, and the words.
     """
 
     name: str
@@ -114,13 +115,16 @@ class GroupKind(Generic[Group]):
             )
 
     def _note(self, say: PageWords) -> Paragraph:
-        """Return the explanatory note below all groups of this kind."""
+        """Return the explanatory note that stands once below all groups of this kind: the text
+        `NAME.note` as a muted paragraph.
+        """
         return Paragraph(say(f"{self.name}.note"), "muted")
 
 
 def _format_common(record: Record, say: PageWords, engine: bool = True, plan: bool = True) -> str:
-    """Return how the runs of a group ran, joined by ` · `: engine, precision, division, scope, plan
-    (of several devices only) and kinds of device, from one of its records.
+    """Return how the runs of a group ran, joined by ` · `: engine, precision, division, scope (how
+    much of the question was run), plan (of several devices only) and kinds of device, from one of
+    its records.
 
     `engine` and `plan` say whether these are included.
     """

@@ -262,8 +262,10 @@ def _straggler_sentence(result: Stragglers, say: PageWords) -> str:
 
 
 def _straggler_table(result: Stragglers, say: PageWords) -> Table:
-    """Return a table of own time and waiting time in s, difference from the median of the others,
-    and tokens, of at most MAX_RANKS ranks or replicas, slowest first; a straggler is bold.
+    """Return a table of rank (or first and last rank of a replica), host, device, own and waiting
+    time in s, difference from the median of the others in signed percent, and tokens, of at most
+    MAX_RANKS ranks or replicas, slowest first; the first row is bold if it is a straggler
+    (`is_slow`).
 
     Columns without any value are left out. Footnotes say how many rows there are if not all are
     shown, and what own time means.

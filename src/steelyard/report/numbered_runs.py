@@ -33,8 +33,9 @@ STATUS_TONE: dict[str, Tone] = {"valid": "good", "invalid": "bad", "failed": "ba
 
 @dataclass(frozen=True)
 class NumberedRun:
-    """A record with its number within its case (from 1). `anchor` is the id of its part of the
-    page, to which links point; empty if there is none.
+    """A `record` with its `number` within its case (from 1), made by `group_by_case`. `anchor` is
+    the id of its part of the page, to which links point; empty if there is none. Properties:
+    `label` (`#3`) and `title` (label, accelerator, engine, precision, division and plan).
     """
 
     number: int
@@ -175,7 +176,9 @@ def format_metric(name: str, value: Value | None) -> str:
 def make_estimate_cell(
     value: Estimate | Ratio | None, form: str = "number", tone: Tone = "plain"
 ) -> Cell:
-    """Return a cell with the number and its interval below; UNKNOWN_CELL for None."""
+    """Return a cell with the number in the format `form` and its interval below (nothing if it has
+    none); UNKNOWN_CELL for None, whatever the tone.
+    """
     return (
         UNKNOWN_CELL
         if value is None
@@ -205,7 +208,7 @@ FRAMEWORKS = ("torch", "paddlepaddle-gpu", "paddlepaddle", "tensorflow", "jax", 
 
 @dataclass(frozen=True)
 class PackageVersion:
-    """A package and its version, written as `name-version`."""
+    """A Python package (`name`) and its `version`; as text `name-version`, such as torch-2.9.0."""
 
     name: str
     version: str
@@ -255,8 +258,9 @@ def list_case_changes(record: Record) -> list[str]:
 
 
 def record_identity(record: Record) -> dict[str, Any]:
-    """Return what a record is (case, scope, engine, versions, accelerator, plan, status, …) under
-    the names that CSV and JSON use (as_csv.IDENTITY); None for what is unknown.
+    """Return what a record is under the names that CSV and JSON use (as_csv.IDENTITY), from `id` to
+    `quality_evaluated`: case, scope (as kind, subjects, rows, sample and steps), engine, versions,
+    accelerator, plan, weights, status, quality metric; None for what is unknown.
 
     `changed` is that of `list_case_changes`, `accelerator` the distinct device names,
     `accelerators` the number of devices, `tune` the settings that are not the default, `reasons`
@@ -344,10 +348,11 @@ def format_changed_settings(record: Record, say: PageWords | None = None) -> str
 
 def format_tuned_settings(record: Record) -> str:
     """Return the settings that are not the case's own, as `key=value` joined by commas: those that
-    a user set, and values of older records that differ from today's default. A setting that was
-    chosen by `auto` is marked `(auto)`.
+    a user set, those whose value `auto` chose, also if the case asks for `auto`, those of a case
+    made in memory (`--model`), and, without another origin, values that differ from today's
+    default. A value that was chosen by `auto` is marked `(auto)`.
 
-    Empty if there are none.
+    Plain values of the case file are left out. Empty if there are none.
     """
     out = []
     for key, value in list_stored_settings(record).items():

@@ -24,8 +24,12 @@ MFU_CONVENTIONS = {"mfu": "published", "mfu_palm": "palm", "mfu_nominal": "nomin
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A published row of a case (`row`: configuration, values, source, precisions and note, as the
-    case file has them), with the number of its footnote on the page.
+    """A published row of a case (`row`: configuration, values by metric, source, precisions and
+    note, as the case file has them), with the `number` of its footnote on the page; found by
+    `find_published_rows`.
+
+    `values` and `configuration` (accelerator, how many, rest) read it; `device_rate` returns (rate
+    of one device, unit) or None; `format_metric`, `precision_cell` and `format_footnote` format it.
     """
 
     number: int
@@ -33,7 +37,9 @@ class PublishedRow:
 
     @property
     def values(self) -> dict[str, float | str]:
-        """Return the published values by metric name."""
+        """Return the values of the published row by metric name: numbers, or texts as they were
+        published.
+        """
         return self.row.values
 
     @property
@@ -81,8 +87,8 @@ class PublishedRow:
         return whole / devices, "samples/s" if in_samples else "tokens/s"
 
     def precision_cell(self, say: PageWords) -> Cell:
-        """Return the precision under which the row was published, and below it the one that ran if
-        it differs.
+        """Return a cell with the precision under which the row was published, and below it the one
+        that really ran if it differs.
         """
         label, ran = format_setting(self.row.published_as), format_setting(self.row.ran_as)
         return Cell(label, "" if label == ran else say("published.ran", ran))

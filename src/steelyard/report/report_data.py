@@ -42,33 +42,42 @@ REPORT_VERSION: Literal[1] = 1
 
 
 class ReportReason(stored.Reason):
-    """Why a run is not valid, with an English text. Codes are listed in docs/metrics.md."""
+    """Why a run is not valid: a `code`, listed in docs/metrics.md, and an English `text`."""
 
     text: str
 
 
 class ReportCheck(stored.Check):
-    """A check of a run, with its detail as an English text."""
+    """A check of a run: its `name`, whether it passed (`ok`), and its `detail` in English."""
 
     detail: str
 
 
 class ReportQuality(stored.Quality):
-    """The quality of a run, with an English note; the note is null where there is none."""
+    """The quality of a run: name and `value` of the `metric` (null: unknown), the case's `gate` for
+    it, and whether it was compared with that (`evaluated`); if not, `note` says why in English,
+    else it is null.
+    """
 
     note: str | None
 
 
 class ReportValue(stored.Value):
-    """A derived number. If its value is null, `note` says why in English."""
+    """A derived number: `value` in `unit`, with a 95 % `interval` (low, high; null if there is
+    none). If its value is null, `note` says why in English.
+    """
 
     note: str | None = None
 
 
 class SummaryRow(FrozenModel):
-    """A run in one line. `changed` lists what makes its question or its case another than the
-    shipped one; `metrics` are those headline metrics that its record has (rates, MFU, quality,
-    memory, time).
+    """A run in one line: what ran (case, precision, engine, devices, plan), its `status` with the
+    codes of `reasons`, and headline `metrics`, those that its record has (rates, mfu, quality, mem,
+    mem_total, e2e_time).
+
+    `changed` lists what makes its question or its case another than the shipped one; `scope` is how
+    much of the question was run; `accelerators` is the number of devices on all `nodes`; `tuned`
+    are the settings that are not the default. Versions are null if unknown.
     """
 
     id: str
@@ -94,8 +103,9 @@ class SummaryRow(FrozenModel):
 
 
 class WaterfallData(FrozenModel):
-    """Where the time of one rank's steps goes, as rows of a waterfall. `profiled`: whether the rows
-    come from a profile; if not, from the samples alone.
+    """Where the time of one rank's steps goes, as rows of a waterfall (name, seconds, share of
+    `whole_s`). `steps` is their number, `measured_s` the time of that work as measured. `profiled`:
+    whether the rows come from a profile; if not, from the samples alone.
     """
 
     rank: int
@@ -112,7 +122,15 @@ class WaterfallData(FrozenModel):
 
 
 class RunData(FrozenModel):
-    """All that a page says of a run. Raw samples, telemetry and answers are only in its record."""
+    """A run in full. Raw samples, telemetry, answers and what each rank and host did are only in
+    its record.
+
+    `number` is that within its case on a page; `key` is the hash of its question, `scope` how much
+    of it was run, `tune` all stored settings, `tuned` those that are not the default; `budget` is
+    wall seconds by part of the run. `reasons` (empty if valid), `notes`, `checks` and the notes of
+    `metrics` and `quality` are in English; `explain` are waterfalls of its time; `failure` is null
+    unless the run failed.
+    """
 
     number: int = Field(description="within its case, as on a page")
     id: str
@@ -144,9 +162,11 @@ class RunData(FrozenModel):
 
 
 class CaseData(FrozenModel):
-    """The runs of one case and size, and the published rows that may stand beside them. `changed`
-    lists how these runs' question or case differs from the shipped one; such runs are a case of
-    their own.
+    """The runs of one case and size, and the published rows that may stand beside them
+    (`published`). `task` and `kind` (of work) are the case's.
+
+    `changed` lists how these runs' question or case differs from the shipped one (empty if not at
+    all); such runs are a case of their own.
     """
 
     case: str
@@ -159,15 +179,23 @@ class CaseData(FrozenModel):
 
 
 class ReportCeiling(ceilings_record.Ceiling):
-    """The ceiling that follows from a benchmark of `steelyard spec`. If its value is null, `note`
-    says why in English; `steady` says whether its last stretches agree.
+    """The ceiling that follows from a benchmark of `steelyard spec`: `value` with its 95 %
+    `interval`, mean `sm_clock_mhz` and `power_w` meanwhile, the datasheet's `peak` and the `share`
+    of it; null is unknown. If its value is null, `note` says why in English; `steady` says whether
+    its last stretches (calls timed together) agree.
     """
 
     note: str | None = None
 
 
 class CeilingData(FrozenModel):
-    """A benchmark of `steelyard spec` on one rank, and the ceiling that follows from it."""
+    """A benchmark of `steelyard spec` on one `rank`, and the ceiling that follows from it: the
+    highest rate or size that was reached.
+
+    `group` (matmul, memory, capacity, copy, attention or collective), `name`, `precision` and
+    `detail` (sizes and the like) say what was run. `unit` (FLOP/s, B/s, or B for a memory size) is
+    that of `ceiling.value`, which is null, with a note, if there is none.
+    """
 
     group: CeilingGroup
     name: str
@@ -180,7 +208,8 @@ class CeilingData(FrozenModel):
 
 class SpecData(FrozenModel):
     """A record of `steelyard spec`: what a machine can do at most. `quick`: whether it was measured
-    with the shorter limits; `ceilings` has one item per benchmark and rank.
+    with the shorter limits; `devices` is their number; `budget` is wall seconds by part; `reasons`
+    are empty unless it failed. `ceilings` has one item per benchmark and rank.
     """
 
     id: str
@@ -195,7 +224,9 @@ class SpecData(FrozenModel):
 
 
 class PageFile(FrozenModel):
-    """A page that the command has written to a file."""
+    """A page that the command has written to a file: `format` (such as html), `lang` (en or zh) and
+    `path`.
+    """
 
     format: str
     lang: str

@@ -130,7 +130,8 @@ def _case_elements(
     """Return the elements of a case: bar charts, the comparison table, tables of engines and of
     scaling, then as two folds: repeats; all values with MFU by convention.
 
-    Parts for which the runs have nothing are left out. `level` is that of the headings.
+    Parts for which the runs have nothing are left out; the comparison table and the fold of all
+    values are always there. `level` is that of the headings.
     """
     out = [*charts.build_case_charts(runs, case[0], say), build_comparison_table(runs, say)]
     out += ENGINES.build_section(runs, level, say)
@@ -149,8 +150,8 @@ def _run_fold(run: NumberedRun, level: int, say: PageWords) -> Fold:
     """Return a run as a fold: its headline numbers and all details inside.
 
     The closed fold shows the run's title and status with reason codes, and quietly the rate over
-    wall time, the changed settings, the scope and the date to the minute; an unknown rate is left
-    out.
+    wall time, the settings that are not the case's own, the scope (how much of the question was
+    run) and the date to the minute; an unknown rate is left out.
     """
     record = run.record
     whole = load_table_layout(record.task.kind_row).whole
@@ -170,8 +171,9 @@ def _run_fold(run: NumberedRun, level: int, say: PageWords) -> Fold:
 
 
 def _headline_figures(run: NumberedRun, say: PageWords) -> Figures:
-    """Return the headline numbers of a run: core rate, whole rate, MFU, quality, memory, and
-    end-to-end time, under its title, scope and status.
+    """Return the headline numbers of a run: core rate (over compute time), whole rate (over wall
+    time), MFU, quality, memory, and end-to-end time, under its title, scope (how much of the
+    question was run) and status.
 
     Unknown ones are shown as `/` without a unit. A quality that was not evaluated says so in the
     place of its unit.
@@ -341,9 +343,9 @@ def _format_result(row: OverviewRow, name_accelerator: bool, say: PageWords) -> 
 
 
 def _accelerator_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
-    """Return, case by case, a sentence for each accelerator with the ratio of its rate per device
-    to that of the slowest (fastest first), on the question that most of them answered, or one that
-    says that the case has no comparable pair.
+    """Return, case by case, a sentence for each accelerator but the slowest with the ratio of its
+    rate per device to that of the slowest (fastest first), on the question that most of them
+    answered, or one that says that the case has no comparable pair.
 
     Cases with valid runs on fewer than two accelerators are skipped.
     """

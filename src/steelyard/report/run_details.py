@@ -53,9 +53,11 @@ MAX_IDS = 40  # selected rows whose ids a page lists
 
 
 def build_run_details(record: Record, level: int, say: PageWords) -> list[PageElement]:
-    """Return everything that is known of a run as page elements, each section under a heading of
-    this level, in the order of a published page, then the task's own tables and the charts;
-    sections without content are left out.
+    """Return everything that a page says of a run as page elements, each section under a heading of
+    this level, in this order: data, model, hardware, software, setup, the run itself, reasons,
+    failure, metrics, time budget (wall seconds by part), hosts, ranks, stragglers, waterfalls of
+    profiled ranks, checks; then the task's own tables and the charts. Sections without content are
+    left out.
     """
     texts, heading = DerivedTexts(record, say), record.task.kind_row.data_heading
     sections: tuple[tuple[str, list[PageElement]], ...] = (
@@ -85,9 +87,9 @@ def build_run_details(record: Record, level: int, say: PageWords) -> list[PageEl
 
 
 def _run_facts(record: Record, texts: DerivedTexts, say: PageWords) -> Facts:
-    """Return the facts of the run itself as a labelled list: status, scope, selected subjects and
-    rows, quality and gate, devices, id, date, key, hash, number of restarts (if any), and notes,
-    one fact each.
+    """Return the facts of the run itself as a labelled list: status, scope (how much of the
+    question was run), selected subjects and rows (if any), quality and gate, devices, id, date,
+    key, hash, number of restarts (if any), and notes, one fact each.
 
     Of selected rows only the first MAX_IDS are listed.
     """

@@ -105,8 +105,8 @@ def build_brief_page(records: list[Record], lang: Lang = "en") -> Page:
 
 
 def _question_columns(records: list[Record], say: PageWords, brief: bool = False) -> RecordColumns:
-    """Return the columns of what was asked: size, division, engine, plan, precision and scope,
-    without those that say nothing for these records.
+    """Return the columns of what was asked: size, division, engine, plan, precision and scope (how
+    much of the question was run), without those that say nothing for these records.
 
     Plan is shown if a run has several devices, scope if one is a window or was resumed. Where the
     records differ in division there is no column for it: the case's name carries it, or on a brief
@@ -213,8 +213,12 @@ def _time_columns(records: list[Record], say: PageWords) -> RecordColumns:
 
 
 def _headline_rate_names(record: Record) -> tuple[str, str]:
-    """Return the names of the two headline rate metrics of the run's headline pass: over wall time
-    and over compute time.
+    """Return the names of the two headline rate metrics of a run: over wall time and over compute
+    time.
+
+    They are those that the table layout of the kind of work has for the pass that
+    `find_headline_pass` returns; the kind's usual pair (`whole`, `core`) if it has none for it, or
+    no such pass ran.
     """
     table_layout = load_table_layout(record.task.kind_row)
     return table_layout.other.get(
@@ -262,11 +266,11 @@ def _summary_elements(
 ) -> list[PageElement]:
     """Return the table of the records, and above it a paragraph with the question columns whose
     cells are equal in all rows, which the table then does not have; with one record these are all
-    of them.
+    of them. Result columns are always in the table, but for optional ones without a value.
 
     `row_names` is the title and the cells of an extra first column, or None. Footnotes explain
-    qualities that were not evaluated, why no run has an MFU, and FLOPs that do not follow from a
-    model's shape.
+    qualities that were not evaluated, why no run has an MFU (if all have the same reason), and
+    FLOPs that do not follow from a model's shape.
     """
     shared_columns = [
         item

@@ -106,8 +106,9 @@ def _waterfall_elements(
     record: Record, waterfall: Waterfall, say: PageWords, kernels: bool = True
 ) -> list[PageElement]:
     """Return the elements of a waterfall (one rank's time): what it covers and how far it can be
-    trusted, a bar, the table of parts, the table of the MAX_KERNELS largest kernels if `kernels`
-    and profiled, and the path of the trace if there is one.
+    trusted, a bar of the parts above 0, the table of parts, the table of the first MAX_KERNELS
+    kernels that are neither matmul nor attention (if `kernels` and profiled), and the path of the
+    trace if there is one.
     """
     out: list[PageElement] = [Paragraph(say("explain.samples"), "muted")]
     if waterfall.profile is not None:
@@ -141,10 +142,12 @@ def _waterfall_elements(
 
 
 def _waterfall_table(record: Record, waterfall: Waterfall, say: PageWords) -> Table:
-    """Return the table of parts: ms per step, share of the whole, the MFU if the step ended after
-    this part (UNKNOWN without a datasheet peak), and what to try for parts above MIN_SHARE.
+    """Return the table of parts, in the order of the waterfall: ms per step, share of the whole,
+    the MFU if the step ended after this part (UNKNOWN without a datasheet peak), and what to try
+    for parts above MIN_SHARE.
 
-    The last row is the sum: of the measured steps, or of the profiled ones if they were slower.
+    The last row is the whole time: of the measured steps, or of the profiled ones if they were
+    slower.
     """
     peak_known = rates.datasheet_peak(record).value is not None
     ideal_s = next((row.time_s for row in waterfall.rows if row.name == "peak"), 0.0)

@@ -50,8 +50,10 @@ from steelyard.tasks.task import Task
 
 @dataclass(frozen=True)
 class RunTimes:
-    """When the stages of a run began, and when its workers had ended (`ended_s`), in seconds on the
-    parent's monotonic clock; `origin_s` is the start of the run.
+    """When the stages of a run began, in seconds on the parent's monotonic clock, for the record's
+    budget: the run (`origin_s`), its second attempt (`second_attempt_s`; None: there was none), its
+    node agents (`agents_started_s`), its workers (`workers_started_s`); and when the workers had
+    ended (`ended_s`).
     """
 
     origin_s: float
@@ -78,8 +80,10 @@ def make_draft(
     stepped_down: StepDown | None = None,
 ) -> Record:
     """Return a record with what the parent knows of a run and nothing of its ranks: status `failed`
-    without reasons, no data, samples or metrics, a key for unknown data, and no hashes. `site` is
-    what the record states of the site file. Nothing is written.
+    without reasons, no data, samples or metrics, a key for unknown data, and no hashes. `created`
+    is an ISO time, `site` what the record states of the site file, `scope` how much of the question
+    is run, `checkpoints` their folder relative to the record, `stepped_down` a first attempt that
+    ran out of memory. Nothing is written.
     """
     case = resolved.case
     return Record(

@@ -35,11 +35,12 @@ SPARE_S = 600.0  # beyond the time of all rows, for preparing and checking each
 
 class CeilingsRun:
     """One run of `steelyard spec` on this host, from its node agent to the record in folder `out`:
-    `run_and_record` does it. One worker for each of `devices` devices; `quick`: fewer rows and
-    shorter limits.
+    `run_and_record` does it and returns the record and its path. One worker for each of `devices`
+    devices; `quick`: fewer rows and shorter limits.
 
     Creating it starts nothing, and raises RequestError for `devices` or `limit_s` (the time for all
-    rows, in seconds; None: the default) out of range, or an unknown accelerator; None detects one.
+    rows, in seconds; None: the default) out of range, an unknown accelerator (None detects one), or
+    a host without /proc or working directory.
     """
 
     def __init__(

@@ -99,12 +99,13 @@ def _time_stretch(
 
 
 class CeilingBenchmarker:
-    """Runs benchmark rows of `steelyard spec` on one rank one after the other (`run_row`), and
-    remembers the best rate of each group, precision and kind of row, by which the size of the next
-    is chosen.
+    """Runs benchmark rows of `steelyard spec` on one rank one after the other: `run_row` returns
+    the timings of one, or the reason why there are none. It remembers the best rate of each group,
+    precision and kind of row, by which the size of the next is chosen.
 
-    `limits.total_s` counts from its creation: later rows are not tried. `max_over_ranks` returns
-    the maximum of a value over all ranks, and is used for rows that all ranks must run together.
+    `limits` says how long a row is timed; its `total_s` counts from the creation of this object,
+    and later rows are not tried. `max_over_ranks` returns the maximum of a value over all ranks, a
+    collective call, and is used for rows that all ranks must run together.
     """
 
     def __init__(
@@ -211,8 +212,8 @@ class CeilingBenchmarker:
         return bench.model_copy(update={"stretches": stretches})
 
     def _make_bench(self, row: CeilingRow, reason: str | None = None) -> BenchTimings:
-        """Return a bench of the row on this rank without amount and times, with an optional reason
-        why it has none.
+        """Return the bench (raw timings) of a benchmark row on this rank, still without amount,
+        detail and stretches; `reason` says why it stays so (None: it is to be timed).
         """
         return BenchTimings(
             group=row.group,
@@ -236,9 +237,9 @@ def _format_reason(error: Exception) -> str:
 
 
 class CeilingsSpec(FrozenModel):
-    """What the parent tells all workers of `steelyard spec`: accelerator, plan (all devices of one
-    host, data parallel), whether only the `quick` rows are measured, and the time limits. Created
-    by run/ceilings_parent.py.
+    """What the parent tells all workers of `steelyard spec`: name of the `accelerator`, `plan` (all
+    devices of one host, data parallel), whether only the `quick` rows are measured, and `limits`,
+    when a row ends. Created by run/ceilings_parent.py.
     """
 
     accelerator: str
@@ -266,8 +267,10 @@ def main() -> None:
 
 
 class CeilingsWorker(RankProcess):
-    """One rank of `steelyard spec`: `run` measures every row that torch offers on its device, and
-    adds a bench for each to the rank file.
+    """One rank of `steelyard spec`, created by `main` in the worker's process: `run` measures every
+    row that torch offers on its device, one after the other, and adds the timings of each to
+    `benches` of the rank file, which is written after each. `spec` is the parent's part of the
+    spec.
     """
 
     def __init__(self, spec: CeilingsWorkerSpec, rank: int) -> None:

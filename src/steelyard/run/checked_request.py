@@ -40,7 +40,10 @@ CHECKOUT_PROGRAM = "run.py"  # a checkout of the program has this file
 @dataclass(frozen=True)
 class ResumePoint:
     """The checkpoint from which a training run continues, as `find_checkpoint` found it through
-    `--resume`: its folder `path` and its `state` (step, losses, plan).
+    `--resume`: its folder `path` and its `state` (step, losses, plan). `record_id` is the record
+    through which it was found (None: its folder was named), `before_answers` each replica's
+    held-out answers before step 1, `passed_over` the names of later checkpoints that are damaged.
+    `to_restart` makes what the new record states.
     """
 
     path: Path
@@ -50,9 +53,9 @@ class ResumePoint:
     passed_over: list[str]  # names of later checkpoints that are damaged
 
     def to_restart(self, out: Path) -> Restart:
-        """Return what the record of the run that continues from this checkpoint states about it:
-        step, plan, losses so far, record id and skipped checkpoints. The path of the checkpoints'
-        folder is relative to `out`, the folder of the record.
+        """Return what the record of the run that continues from this checkpoint states about it
+        (`Restart`): step, plan, losses so far, record id and skipped checkpoints. The path of the
+        checkpoints' folder is relative to `out`, the folder of the new record.
         """
         return Restart(
             record=self.record_id,
@@ -66,11 +69,12 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class CheckedRequest:
-    """A request that passed all checks of `check_request`, with the rows and settings that were
-    looked up for it: engine, accelerator, launcher, site, plan, `passes` in the order they run,
-    scope, and the checkpoint to resume from (None: none).
+    """A `request` that passed all checks of `check_request`, with the rows and settings that were
+    looked up for it: `engine`, `accelerator` (None: the remote hosts find it), `launcher`, `site`,
+    `plan` (hosts, devices and degrees of parallelism), `passes` in the order they run, `scope` (how
+    much of the question is run), and `resume`, the checkpoint to continue from (None: none).
 
-    `case` is its resolved case; `with_resolved` makes a copy with other tune values.
+    `case` is its resolved case; `with_resolved` makes a copy with other tune values, unchecked.
     """
 
     request: Request
@@ -290,12 +294,13 @@ def _select_passes(request: Request, engine: EngineRow) -> tuple[str, ...]:
 
 
 def find_checkpoint(request: Request) -> ResumePoint | None:
-    """Return the last undamaged checkpoint of the run that `--resume` names by its record file or
-    its folder of checkpoints; None without `--resume`. Only its JSON files are read, no tensors.
+    """Return the last undamaged checkpoint of the run that `--resume` names; None without
+    `--resume`. It may be the run's record file, or the folder with run.json and the folders of its
+    checkpoints. Only JSON files are read, no tensors.
 
     Raises RequestError if the case is no training case, there is no usable checkpoint, it is of
     another question, sample or engine, its losses are not one per step, or no step is left because
-    the target or the last step was reached.
+    the target or the last step (`--steps`, else the case's) was reached.
     """
     if request.resume is None:
         return None
@@ -349,13 +354,13 @@ def find_checkpoint(request: Request) -> ResumePoint | None:
 
 
 def _find_record_checkpoints(record_path: Path) -> tuple[Path, str]:
-    """Return the folder of a record's checkpoints, relative to the record's own folder, and the
-    record's id.
+    """Return the path of the folder with a record's checkpoints (the stored path joined to the
+    record's own folder), and the record's id.
 
-    If its run left no finished checkpoint, it is the folder of a run that it had resumed from, the
-    latest that has one, else the first that the record names. Raises RequestError if the record
-    does not verify, its run reached its target, it names no folder, or, for an `unfinished` record,
-    none of the folders exists.
+    The first folder with a finished checkpoint is taken: the run's own, then those of the runs that
+    it had resumed from, latest first; if none has one, the first that the record names. Raises
+    RequestError if the record does not verify, its run reached its target, it names no folder, or,
+    for an `unfinished` record, none of the folders exists.
     """
     record = verify.read_verified_record(record_path)
     early_end = None if record.answers is None else record.task.stopped(record.answers)

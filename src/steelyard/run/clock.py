@@ -89,30 +89,34 @@ class PingReading:
 
 
 class HostClock:
-    """Another host's monotonic clock compared with ours, from the pings so far, which `add`
-    appends: `offset_s` at the start of the run, its `uncertainty_s`, and the drift by
-    `estimate_drift`.
+    """Another host's monotonic clock compared with ours, from the pings so far (`PingReading`),
+    which `add` appends. `offset_s` is how far it was ahead at the start of the run (0 without
+    readings), `uncertainty_s` by how much that may be wrong (None without readings);
+    `estimate_drift` returns the seconds that it gains per second.
 
-    Clocks of two hosts drift apart, by seconds in a day, so early and late readings are compared. A
-    clock whose offset is within the uncertainty of every reading is taken for ours.
+    Clocks of two hosts drift apart, by seconds in a day, so the best of the first and of the last
+    `PINGS` readings are compared. If the offset of every reading is within its uncertainty,
+    `is_same_clock` is True, and offset and drift are 0.
     """
 
     def __init__(self) -> None:
         self._readings: list[PingReading] = []
 
     def add(self, reading: PingReading) -> None:
-        """Append the reading of one ping."""
+        """Append the reading of one ping to those of this host's clock; the order of calls is that
+        of time.
+        """
         self._readings.append(reading)
 
     def find_early_reading(self) -> PingReading | None:
-        """Return the reading with the least uncertainty among the first `PINGS`, or None without
-        any.
+        """Return the reading of this host's clock with the least uncertainty among the first
+        `PINGS`, or None without any.
         """
         return min(self._readings[:PINGS], key=lambda reading: reading.uncertainty_s, default=None)
 
     def find_late_reading(self) -> PingReading | None:
-        """Return the reading with the least uncertainty among the last `PINGS`, or None without
-        any.
+        """Return the reading of this host's clock with the least uncertainty among the last
+        `PINGS`, or None without any.
         """
         return min(self._readings[-PINGS:], key=lambda reading: reading.uncertainty_s, default=None)
 
@@ -134,8 +138,8 @@ class HostClock:
 
     @property
     def is_same_clock(self) -> bool:
-        """Whether it may be our own clock: the offset of every reading is within its uncertainty.
-        True without readings.
+        """Whether this host's clock may be our own: the offset of every reading is within its
+        uncertainty. True without readings.
         """
         return all(abs(reading.offset_s) <= reading.uncertainty_s for reading in self._readings)
 

@@ -35,19 +35,23 @@ Inbox = queue.SimpleQueue[tuple["Connection", Any]]
 
 
 class Connection:
-    """A host of the run, through the process that leads to its node agent (the agent itself, ssh or
-    srun), which is started on creation.
+    """A host of the run as the session sees it, through the `process` that leads to its node agent
+    (the agent itself, ssh or srun), which is started on creation. `send` and `ping` write messages;
+    `read_output` returns what was printed besides messages; `close_connections` ends it.
 
-    A thread puts each message of the agent, as (connection, message), into `inbox`, and
+    A thread puts each message of the agent, as (connection, message), into the session's inbox, and
     (connection, None) when its output ends; it also sets `heard_s`, the time of the last message,
-    and adds pings to `clock`. `mark` is the text by which all processes that the agent starts can
-    be found again. The session sets `hello`, `reached`, `bye`, `pongs` and `disconnected` when it
-    takes a message from the inbox.
+    and adds the answers to pings to `clock` (`HostClock`). `mark` is the text by which all
+    processes that the agent starts can be found again. The session sets `hello`, `reached` and
+    `bye` (None before they came), `pongs` and `disconnected` when it takes a message from the
+    inbox.
     """
 
     def __init__(self, name: str, command: list[str], token: str, mark: str, inbox: Inbox) -> None:
-        """Start `command` with pipes, in a session of its own, and two threads that read its stdout
-        and stderr; raises OSError or RuntimeError if that fails.
+        """Start `command`, which leads to the agent on host `name`, with pipes and in a session of
+        its own, and two threads that read its stdout and stderr; raises OSError or RuntimeError if
+        that fails. `token` is the run's, without which a line is no message; messages go into
+        `inbox`. No message is sent.
         """
         self.name, self.token, self.mark = name, token, mark
         self.clock = HostClock()

@@ -78,8 +78,8 @@ class CpuLoadReader:
         self._readings = 0
 
     def watch(self, pids: tuple[int, ...]) -> None:
-        """Set the process ids of the ranks whose CPU time counts as the run's own, with their
-        descendants.
+        """Set the process ids of the ranks whose CPU time this reader counts as the run's own, with
+        their descendants; they replace earlier ones.
         """
         self._rank_pids = pids
 
@@ -153,8 +153,9 @@ class CpuLoadReader:
 
 @dataclass
 class LoadReadings:
-    """The CPU load readings of one host (`rows`), as the parent receives them; `to_load` makes what
-    the record states.
+    """The CPU load readings of one host (`rows`, oldest first), as the session in the parent
+    receives them: `add` appends one; `to_load` returns what the record states, or None if there is
+    none or one lacks the busy time.
 
     When there are more than `MAX_READINGS`, every second one is dropped; as the values are running
     totals, no CPU time is lost by that.
@@ -206,7 +207,8 @@ def _round_s(seconds: float) -> float:
 @dataclass(frozen=True)
 class CpuCgroup:
     """A control group (cgroup) of the kernel with a CPU quota: `quota` cores (may be a fraction)
-    for all its processes together.
+    for all its processes together; `usage_file` counts its CPU time, None if it has no such file.
+    `read_usage_s` returns the CPU seconds used so far.
     """
 
     quota: float
@@ -231,7 +233,8 @@ class CpuCgroup:
 
 def find_tightest_cgroup(root: Path = ROOT) -> CpuCgroup | None:
     """Return the cgroup with the smallest CPU quota among this process's cgroup and its ancestors,
-    or None if none of them has a quota.
+    with the file that counts its CPU time, or None if none of them has a quota. `root` is the root
+    of the file system (another in tests); /proc/self/cgroup and sys/fs/cgroup below it are read.
     """
     cgroups = [
         group
@@ -294,8 +297,9 @@ def _read_quota(folder: Path) -> float | None:
 
 def count_oom_kills(root: Path = ROOT) -> int | None:
     """Return how many processes of this process's memory cgroup the kernel has killed so far
-    because memory ran out, by the first counter that can be read (its own folder, else the mounted
-    root), or None if there is none.
+    because memory ran out, or None if there is no counter. It is the first that can be read:
+    memory.events, else memory.oom_control, of its own folder, else of the mounted root. `root` is
+    the root of the file system.
     """
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -319,9 +319,10 @@ def _make_private_folder(folder: Path) -> None:
 
 
 class InterpreterFacts(FrozenModel):
-    """A Python in which workers run: its version (`python`), package versions by name, the
-    `version` of its steelyard and the hash of its files (`package`), and which of the needed
-    modules it lacks. Printed as JSON by `main`, read by `inspect_interpreter`.
+    """A Python in which workers run: its version (`python`), package versions by name (`packages`),
+    the `version` of its steelyard and the hash of its files (`package`), and which of the needed
+    modules it lacks (`lacking`). `main` prints it as JSON in that Python, `inspect_interpreter`
+    reads it.
     """
 
     python: str

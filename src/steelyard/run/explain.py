@@ -26,9 +26,10 @@ MAX_FLOPS = 2e15
 
 @runtime_checkable
 class ContinuableEngine(Protocol):
-    """An engine whose passes cannot be run a second time, such as training, and which therefore
-    offers `continue_pass`: more steps like those of a finished pass. Other engines are profiled by
-    running the pass again.
+    """An engine whose passes cannot be run a second time, such as training, and which therefore has
+    the method `continue_pass(name)`: it yields more steps like those of a finished pass, without
+    end. A protocol that can be tested with isinstance; other engines are profiled by running the
+    pass again.
     """
 
     def continue_pass(self, name: str) -> Iterator[Phase | Work]:

@@ -42,8 +42,9 @@ ILLEGAL_HINT = (
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run failed: a reason code, a sentence for the user, and the rank that caused it, None
-    if no rank did. It becomes the first reason of the record.
+    """Why a run failed: a reason `code` (such as `out_of_memory` or `hang`), a sentence for the
+    user (`text`), and the `rank` that caused it, None if no rank did. It becomes the first reason
+    of the record.
     """
 
     code: str
@@ -60,9 +61,11 @@ UNFINISHED = Failure(
 class RankResults:
     """What all ranks left behind, by rank: the last readable rank file (`rank_files`), why a later
     one cannot be read (`unreadable`), exits and suspensions that the parent did not ask for
-    (`exits`), the end of the output (`stderr_tails`), and the stack traces of a run that hung.
+    (`exits`), the end of the output (`stderr_tails`), and the stack traces of a run that hung
+    (`stacks`). `agent_output` is what agents, ssh or srun printed beside messages.
 
-    The session adds to it as messages arrive; `find_failure` judges it.
+    The session adds to it as messages arrive; `find_failure` judges it. `get_stderr_tail` and
+    `get_exit_code` look up one rank.
     """
 
     rank_files: "dict[int, RankFile]" = field(default_factory=dict)

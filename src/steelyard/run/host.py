@@ -54,13 +54,15 @@ KIB = 1024
 
 
 class Host:
-    """What the parent's `open` message asked for, looked up on this host by its node agent;
-    `make_hello` answers it, `make_worker_environment` is what workers get.
+    """What the parent's `open` message asked for, looked up on this host by its node agent:
+    `make_hello` returns the answer, `make_worker_environment` the variables that workers get.
+    `accelerator` and its `devices`, network `interface`, `listener` (a listening socket; None on a
+    single host), `python` of the workers, `lacking` modules.
 
     Creating it sets the site's variables in this process's environment, claims the run's name (see
     run/processes.py), creates cache folders, finds devices, and listens on a port if the run has
-    other hosts. What is wrong is stored as one line in `problem`, not raised; missing modules are
-    in `lacking`.
+    other hosts. The first thing that is wrong is stored as one line in `problem` (None: nothing),
+    not raised.
     """
 
     def __init__(self, open_message: OpenMessage) -> None:
@@ -108,17 +110,21 @@ class Host:
 
     @property
     def used_devices(self) -> list[DetectedDevice]:
-        """The devices that the run uses: the first of those found."""
+        """The devices of this host that the run uses: as many as the `open` message asks for, the
+        first of those found.
+        """
         return self.devices[: self.open_message.devices]
 
     def make_telemetry_sources(self) -> list[TelemetrySource]:
-        """Return the telemetry sources of the used devices."""
+        """Return the telemetry sources of the devices of this host that the run uses; empty without
+        an accelerator.
+        """
         return [] if self.accelerator is None else self.accelerator.sources(self.used_devices)
 
     @property
     def severity(self) -> dict[str, str]:
-        """How much each slowdown reason of the accelerator matters, by reason; empty without an
-        accelerator.
+        """What each slowdown reason of this host's accelerator means for a run (nothing, note or
+        invalidates), by reason; empty without an accelerator.
         """
         return {} if self.accelerator is None else dict(self.accelerator.severity)
 
@@ -312,7 +318,8 @@ def read_host_state(
 ) -> HostState:
     """Return load average, cores, memory and swap in bytes, CPU governors, clock source, CPU quota
     and NUMA nodes of this host, and the state of the given devices as the accelerator tells it;
-    what is unknown is left out. Nothing is changed.
+    what is unknown is left out. `root` is the root of the file system below which files of /proc
+    and /sys are read. Nothing is changed.
     """
     memory, group = _read_meminfo(root), cpu_load.find_tightest_cgroup(root)
     fields = {
@@ -347,8 +354,8 @@ def _drop_unknown(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def _read_meminfo(root: Path) -> dict[str, int]:
-    """Return the lines of /proc/meminfo by name, such as MemTotal, in bytes; lines without a number
-    are left out, empty if it cannot be read.
+    """Return the lines of /proc/meminfo below `root` by name, such as MemTotal, times 1024, which
+    is bytes for sizes in kB; lines without a number are left out, empty if it cannot be read.
     """
     sizes = {}
     for line in environment.read_system_file(root / "proc/meminfo").splitlines():

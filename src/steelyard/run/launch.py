@@ -59,7 +59,9 @@ WaitCallback = Callable[[float], None]  # called with the seconds waited in the 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Hosts that Slurm has allocated, by name and in its order, and the id of its job."""
+    """Hosts that Slurm has allocated: the id of its `job`, and the names of the `hosts` in Slurm's
+    order. From `hold_allocation` or `find_current_allocation`.
+    """
 
     job: str
     hosts: tuple[str, ...]
@@ -67,8 +69,9 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Launcher:
-    """A way to start node agents. `command(site, host, allocation)` returns the command line that
-    starts an agent on a host, which then talks over its stdin and stdout; it starts nothing itself.
+    """A way to start node agents, by `name` (local, ssh, slurm, or a plug-in's). `command(site,
+    host, allocation)` returns the command line that starts an agent on a host, which then talks
+    over its stdin and stdout; it starts nothing itself. `allocation` is None without a scheduler.
 
     `remote`: agents run on other hosts, or may. `scheduler`: hosts come from a scheduler's
     allocation; without it, from the site file or, for a local launcher, this host.
@@ -81,13 +84,16 @@ class Launcher:
 
 
 def make_local_command(site: Site, host: str, allocation: Allocation | None = None) -> list[str]:
-    """Return the command line that starts an agent on this host, with this Python."""
+    """Return the command line that starts an agent on this host, with this Python. The arguments,
+    which all launchers get, are not used.
+    """
     return [sys.executable, *AGENT_ARGUMENTS]
 
 
 def make_ssh_command(site: Site, host: str, allocation: Allocation | None = None) -> list[str]:
-    """Return the command line that starts an agent on a host by ssh; every word of the remote
-    command is quoted, because ssh passes one line to the shell there.
+    """Return the command line that starts an agent on a host by ssh, with the site's Python and
+    prologue there; every word of the remote command is quoted, because ssh passes one line to the
+    shell there. `allocation` is not used.
     """
     return ["ssh", *SSH_OPTIONS, host, shlex.join(_make_agent_command(site, host))]
 

@@ -82,9 +82,9 @@ def _choose_accelerator(accelerator: str | None) -> tuple[Accelerator, str | Non
 
 
 def measure_other_load(watch_s: float = WATCH_S) -> ContentionShare:
-    """Count CPU time for `watch_s` seconds, sleeping, and return the share of the allowed cores
-    that processes other than this one and its parent took; a value of None, with a reason, if the
-    host does not count it.
+    """Count CPU time for `watch_s` seconds, sleeping, and return the share (0 to 1) of the allowed
+    cores that processes other than this one and its parent took; a value of None, with a message in
+    `why`, if the host does not count it.
     """
     reader, readings = cpu_load.CpuLoadReader(""), cpu_load.LoadReadings()
     for _ in range(2):

@@ -24,9 +24,12 @@ Mark = tuple[Phase | Work, float, Event]
 
 @dataclass(frozen=True)
 class PassTrace:
-    """One measured pass on this rank: its times in seconds, and a list of marks (what the engine
-    yielded, host time since the start, device event). `make_samples` computes the samples after the
-    pass, because that takes time too.
+    """One measured pass on this rank, from `measure` or `measure_bare`: `start_clock_s` and
+    `wall_s` on the host's clock, `device_s` by device events (None: the device has no clock of its
+    own), `cpu_s` of this process (None: not read, or another program did the work), all in seconds;
+    `first`, the event at the start (None: nothing was marked); and `marks`: what the engine
+    yielded, host time since the start, and device event. `make_samples` computes the samples after
+    the pass, because that takes time too.
 
     `clock` is whose times the events have: `device`, `host`, or `reported` by an external program.
     A bare pass has only `start_clock_s` and `wall_s`.
@@ -177,9 +180,10 @@ def time_calls(work: Callable[[], Any], device: Timeline, calls: int) -> float:
 
 
 class Budget:
-    """Wall seconds of a process by named part: `part` times a `with` block, `parts` returns the
-    sums. Parts follow one another; time between them is `harness`, so that all add up to the time
-    since its creation.
+    """Wall seconds of a process by named part since its creation: `part(name)` times a `with`
+    block, `parts` returns the sums by name. Parts follow one another and never nest; time between
+    them is the part `harness`, so that all add up to the time since its creation. No limit is set
+    by it.
     """
 
     def __init__(self, clock: Clock = now) -> None:

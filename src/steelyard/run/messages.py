@@ -38,9 +38,9 @@ MARK_VARIABLE = "STEELYARD_RUN"  # set for all processes of a run, which are fou
 
 
 class WorkerProgress(FrozenModel):
-    """How far rank 0 is: `done` of `total` steps in a phase, which is a pass or a part of the
-    preparation, both 0 where nothing is counted. The content of the progress file, and of the
-    message `progress`.
+    """How far rank 0 is: `done` of `total` steps in `phase`, which is the name of a pass or a part
+    of the preparation; both numbers are 0 where nothing is counted. Rank 0 writes it as the
+    progress file, and the agent sends it as the message `progress`.
     """
 
     phase: str
@@ -49,9 +49,10 @@ class WorkerProgress(FrozenModel):
 
 
 class Rendezvous(FrozenModel):
-    """Where the ranks of a run meet: a `file` if all are on one host, else rank 0's `address` and
-    `port`. Only rank 0 has `listen_fd`, an inherited socket that already listens there, on the
-    interface of the site.
+    """Where the ranks of a run meet to form their process group: a `file` if all are on one host,
+    else rank 0's `address` and `port`; the others are None. Only rank 0 has `listen_fd`, the
+    descriptor of an inherited socket that already listens there, on the interface of the site. Made
+    by the node agent (run/ranks.py).
     """
 
     file: Path | None = None
@@ -61,9 +62,10 @@ class Rendezvous(FrozenModel):
 
 
 class HostSpec(FrozenModel):
-    """What the node agent of a host adds to the spec file of its workers: shared folder, start of
-    the run on this host's clock, and rendezvous. It is the same for all workers of the host, so the
-    rank is not in it.
+    """What the node agent of a host adds to the spec file of its workers: `folder`, the absolute
+    path into which they write rank files and progress; `origin_s`, the start of the run on this
+    host's monotonic clock; and `rendezvous`, where ranks meet (None: there is one rank). It is the
+    same for all workers of the host, so the rank is not in it.
     """
 
     folder: Path = Field(description="folder into which workers write their rank files; absolute")
@@ -82,10 +84,16 @@ class ProtocolMessage(FrozenModel):
 
 
 class OpenMessage(ProtocolMessage):
-    """The parent's first message: what the run will need of this host (devices, modules, paths,
-    matmul precision, variables), which the agent looks up and answers with `hello`. The session
-    sets `token`, `mark` and `peer`. `silence_s`: seconds without a message after which the agent
-    takes the parent for gone.
+    """The parent's first message to an agent, answered by `hello`: what the run will need of the
+    host. `accelerator` (None: detect one), number of `devices`, `matmul` precision, `needs`
+    (modules that must be installed), `paths` (each a list of alternative names of which one must
+    exist), network `interface` (None: that of the route to `peer`), `python` of the workers (None:
+    the agent's own).
+
+    `environment` are the site's variables for agent and workers, `variables` the run's for its
+    workers. The session sets `token`, `mark`, which marks every process of the run, and `peer`,
+    another host of the run (None: there is one host). After `silence_s` seconds without a message
+    the agent takes the parent for gone.
     """
 
     kind: Literal["open"] = "open"
@@ -128,9 +136,11 @@ class ReachMessage(ProtocolMessage):
 
 
 class StartMessage(ProtocolMessage):
-    """Asks the agent to start the ranks of its host, `workers` processes from rank `first_rank` on,
-    of `world` in the run. The session sets `token`, `first_rank`, `origin_s`, and `address` and
-    `port`, where rank 0 is met (None on a single host).
+    """Asks the agent to start the ranks of its host: `workers` processes of the module `worker`,
+    from rank `first_rank` on, of `world` in the run, each with `run`, the parent's part of the
+    spec, as it is. Answered by `started`. The session sets `token`, `first_rank`, `origin_s` (the
+    start of the run on this host's clock), and `address` and `port`, where rank 0 is met (None on a
+    single host).
     """
 
     kind: Literal["start"] = "start"
@@ -170,8 +180,8 @@ class StopMessage(ProtocolMessage):
 
 class SweepMessage(ProtocolMessage):
     """Asks a new agent, as its first message, to end the processes and remove the folders that a
-    lost agent left behind, found by `mark`, after setting the variables of `environment`; answered
-    by `bye`.
+    lost agent left behind on this host, found by `mark`, after setting the variables of
+    `environment` (the site's); answered by `bye`, whose `ended` counts the processes.
     """
 
     kind: Literal["sweep"] = "sweep"
@@ -180,8 +190,9 @@ class SweepMessage(ProtocolMessage):
 
 
 class FoundDevice(FrozenModel):
-    """A device of a host as its driver shows it, with memory in bytes (None: unknown); `busy` says
-    as text which other run uses it, None if none does or this run does not need it.
+    """A device of a host as its driver shows it, part of `hello`: `name`, `uuid`, total memory
+    (`memory_bytes`) and free memory (`free_bytes`) in bytes; None is unknown. `busy` says as text
+    which other run uses it, None if none does or this run does not need it.
     """
 
     name: str
@@ -192,10 +203,15 @@ class FoundDevice(FrozenModel):
 
 
 class HelloMessage(ProtocolMessage):
-    """The agent's answer to `open`: what this host has (devices, software, state, package hash),
-    what it lacks, and in `problem` why it cannot take part, None if nothing is wrong. `address` and
-    `port` are where its socket listens, None on a single host. The parent judges it in
-    run/preflight.py.
+    """The agent's answer to `open`, judged by the parent in run/preflight.py. What this host has:
+    `accelerator`, all its `devices`, `most` (the highest number of ranks that they allow),
+    `divisible` (ranks may share a device), `environment` and `state` for the record, `version` and
+    `package` (hash of the files) of steelyard in `folder`, `python`; `machine` is the same for two
+    names of one machine.
+
+    What it lacks: `lacking` modules, `missing` (indices of `paths` that do not exist), and in
+    `problem` why it cannot take part, None if nothing is wrong. `address` and `port` are where its
+    socket listens, on `interface`; None on a single host.
     """
 
     kind: Literal["hello"] = "hello"
@@ -241,8 +257,9 @@ class StartedMessage(ProtocolMessage):
 
 
 class PongMessage(ProtocolMessage):
-    """The agent's answer to a ping, with its own monotonic clock in seconds, from which the parent
-    estimates how far apart the clocks are.
+    """The agent's answer to a ping: `sent_s` is that of the ping, on the parent's clock, `at_s` the
+    agent's own monotonic clock, in seconds. From both the parent estimates how far apart the clocks
+    are.
     """
 
     kind: Literal["pong"] = "pong"
@@ -251,16 +268,16 @@ class PongMessage(ProtocolMessage):
 
 
 class ProgressMessage(ProtocolMessage, WorkerProgress):
-    """New progress of rank 0, which is on this host."""
+    """New progress of rank 0, which is on this agent's host: `done` of `total` steps in `phase`."""
 
     kind: Literal["progress"] = "progress"
 
 
 class TelemetryMessage(ProtocolMessage):
-    """New telemetry readings of one device since the last message, as columns by name, with `t_s`
-    since the start of the run. A longer `period_s` than before says that the sampler slowed down,
-    and that every second row so far is to be dropped. `severity` says how much each slowdown reason
-    matters.
+    """New telemetry readings of one `device` since the last message, as equally long `columns` by
+    name, with `t_s` in seconds since the start of the run on the agent's clock. A longer `period_s`
+    (seconds between samples) than before says that the sampler slowed down, and that every second
+    row so far is to be dropped. `severity` says for each slowdown reason what it means for a run.
     """
 
     kind: Literal["telemetry"] = "telemetry"
@@ -271,8 +288,12 @@ class TelemetryMessage(ProtocolMessage):
 
 
 class LoadMessage(ProtocolMessage):
-    """One reading of a host's CPU time at `t_s`: running totals in seconds since a start that the
-    kernel chooses, so only differences between two readings mean something.
+    """One reading of a host's CPU time, `t_s` seconds after the start of the run: `busy_s` of all
+    processes on the allowed cores (None: unknown), `own_s` of the run's processes, `agent_s` of the
+    agent alone, `group_s` of the control group with the quota (None: unknown, or no quota). They
+    are running totals in CPU seconds since a start that the kernel chooses, so only differences
+    between two readings mean something. `allowed` is the cores by affinity, `quota` by the control
+    group (None: no limit).
     """
 
     kind: Literal["load"] = "load"
@@ -286,8 +307,8 @@ class LoadMessage(ProtocolMessage):
 
 
 class RankFileMessage(ProtocolMessage):
-    """The text of a rank file as it is now, finished or not, with its SHA-256; or in `problem` why
-    it cannot be read, with an empty text.
+    """The `text` of the rank file of `rank` as it is now, finished or not, with its SHA-256; or in
+    `problem` why it cannot be read, with an empty text. `problem` is None if it was read.
     """
 
     kind: Literal["rank"] = "rank"
@@ -298,8 +319,10 @@ class RankFileMessage(ProtocolMessage):
 
 
 class WorkerEnded(ProtocolMessage):
-    """Says that a worker exited (`code`, negative for a signal), or that a signal such as SIGSTOP
-    has suspended it for several seconds (`suspended`; `code` is then None).
+    """Says that the worker of `rank` exited (`code`, negative for a signal), or that a signal such
+    as SIGSTOP has suspended it for several seconds (`suspended`; `code` is then None), at `time_s`
+    seconds since the start of the run. `oom_kills` is how many processes of its control group the
+    kernel killed because memory ran out since the run began (None: unknown).
     """
 
     kind: Literal["exit"] = "exit"
@@ -314,9 +337,10 @@ class WorkerEnded(ProtocolMessage):
 
 
 class ByeMessage(ProtocolMessage):
-    """The agent's last message: by rank the exit codes (None: still running), the ends of the
-    workers' output and, if asked for, their stack traces. Also the answer to `sweep`, where only
-    `ended` is filled.
+    """The agent's last message: by rank the exit codes (`exits`; None: still running), the ends of
+    the workers' output (`stderr_tails`) and, if asked for, their `stacks`; `ended`, how many
+    processes had to be ended; and `failure`, why the agent ended by itself (None: its workers
+    ended, or the parent stopped it). Also the answer to `sweep`, where only `ended` is filled.
     """
 
     kind: Literal["bye"] = "bye"
@@ -396,7 +420,7 @@ def make_token() -> str:
 
 
 def encode_message(message: ProtocolMessage) -> bytes:
-    """Return the message as one line of JSON."""
+    """Return the message as one line of JSON in UTF-8, with a line feed at its end."""
     return message.model_dump_json(by_alias=True).encode() + b"\n"
 
 

@@ -75,7 +75,9 @@ class MessageSender:
         self._thread.start()
 
     def send(self, message: ProtocolMessage) -> None:
-        """Queue a message to be written; never blocks."""
+        """Queue a message for the thread that writes to the parent; never blocks. It is lost if the
+        pipe is broken.
+        """
         self._lines.put(messages.encode_message(message))
 
     def _write_lines(self) -> None:
@@ -98,12 +100,13 @@ class MessageSender:
 
 
 class NodeAgent:
-    """The loop of the node agent, `run`: handles the parent's messages, starts the ranks of this
-    host, and forwards news of them.
+    """The node agent of a host: `run` is its loop, which handles the parent's messages, starts the
+    ranks of this host, and forwards news of them.
 
-    `lines` are the parent's lines, None after the last; answers go out by `sender`. The agent ends
-    when all workers ended, at `stop` or `sweep`, at a signal, and if no message comes for
-    `silence_s` seconds of the `open` message (`OPEN_S` before it) or the pipe is broken.
+    `lines` is the queue of the parent's lines, None after the last; answers go out by `sender`. The
+    agent ends when all workers ended, at `stop` or `sweep`, at SIGTERM, SIGINT or SIGHUP, if memory
+    runs out, and if no message comes for `silence_s` seconds of the `open` message (`OPEN_S` before
+    it) or the pipe is broken; it ends its workers first.
     """
 
     def __init__(self, lines: "queue.SimpleQueue[bytes | None]", sender: MessageSender) -> None:
@@ -139,7 +142,9 @@ class NodeAgent:
         self._sender.flush(FLUSH_S)
 
     def _remember_signal(self, number: int, frame: Any) -> None:
-        """Remember a signal; the loop ends the agent for it."""
+        """Store the number of a signal that the agent got, as a signal handler; its loop ends the
+        agent for it.
+        """
         self._signal = number
 
     def _handle_next_message(self) -> None:

@@ -61,24 +61,27 @@ def run_case(
     warn: WarningCallback | None = None,
 ) -> tuple[Record, Path]:
     """Run one case on its hosts, write its record into the output folder of the request, and return
-    the record and the path of its file.
+    the record and the path of its file. Meanwhile a draft `...-unfinished.json` lies there.
 
     A run that fails, or is interrupted, after its hosts were checked also gives a record, with
-    status `failed`. Raises RequestError for what only a host or a worker finds wrong with the
-    request, KeyboardInterrupt for an interrupt before that, and LostError if the record cannot be
-    written. `show_progress` gets each `PhaseProgress`, `warn` each line of warning; `allocation`
-    are the hosts that Slurm gave.
+    status `failed`. Raises RequestError if the folder is not writable and for what only a host or a
+    worker finds wrong with the request, KeyboardInterrupt for an interrupt before that, and
+    LostError if the record cannot be written. `show_progress` gets each `PhaseProgress`, `warn`
+    each line of warning; `allocation` are the hosts that Slurm gave (None: not asked).
     """
     return CaseRun(checked, allocation, warn).run_and_record(show_progress)
 
 
 class CaseRun:
-    """One run of a case, from its first agent to its record: `run_and_record` does it all.
+    """One run of a case, from its first agent to its record: `run_and_record` does it all. Created
+    by `run_case`; `session` leads the agents, `id`, `created` and `origin_s` are id, ISO time and
+    start of the run.
 
     If a rank runs out of memory with sizes that were `auto`, there is a second attempt with smaller
-    ones in a new session; `checked` then holds the new sizes and `stepped_down` what was tried.
-    `hellos` are the hosts' answers by host name, `draft_path` the file of the unfinished record
-    (None: not written yet). Created by `run_case`.
+    ones in a new session, begun at `second_attempt_s` (None: none); `checked` then holds the new
+    sizes and `stepped_down` what was tried. `hellos` are the hosts' answers by host name,
+    `draft_path` the file of the unfinished record (None: not written yet), `checkpoints_folder`
+    relative to the output folder (None: none are saved).
     """
 
     def __init__(
@@ -233,8 +236,9 @@ class CaseRun:
         self.session = Session(smaller.launcher, smaller.site, smaller.plan.nodes, self.allocation)
 
     def _device_limits(self) -> DeviceLimits:
-        """Return what `auto` sizes are chosen from: plan, sample size, the least device memory of a
-        rank on the connected hosts (None: unknown), and properties of the engine.
+        """Return what `auto` sizes of this run are chosen from: plan, sample size, the least device
+        memory in bytes of a rank on the connected hosts (None: unknown), and of the engine whether
+        its blocks are fused, whether it needs even sizes, and its memory factor.
         """
         checked = self.checked
         return DeviceLimits(

@@ -146,8 +146,9 @@ def check_hosts(
     raise RequestError for the first host that cannot take part, is the same machine as another, has
     another steelyard, or differs from the first host in software or devices.
 
-    `hosts` are the `hello` messages by host, `needed` the paths that were asked for in `open`, in
-    its order, `package` the hash of this package's files.
+    `hosts` are the `hello` messages by host; `needed` are the paths that were asked for in `open`,
+    in its order, as pairs of alternative names and the message for a host that has none of them;
+    `package` is the hash of this package's files.
     """
     warnings: list[str] = []
     first_name, first = next(iter(hosts.items()))
@@ -188,9 +189,9 @@ def _check_package(name: str, hello: HelloMessage, package: str) -> None:
 
 def check_host(name: str, hello: HelloMessage, plan: Plan, needed: list[NeededPath]) -> None:
     """Raise RequestError for the first thing that a host lacks to take part in a run: the problem
-    that it reports itself, a module, a path of `needed`, any device, enough devices for
-    `plan.devices` ranks, or a used device that another run has claimed (unless ranks may share
-    devices).
+    that it reports itself, a module, a path of `needed` (pairs of alternative names and the message
+    for a host that has none of them), any device, enough devices for `plan.devices` ranks, or a
+    used device that another run has claimed (unless ranks may share devices).
     """
     if hello.problem is not None:
         raise RequestError(f"host {name}: {hello.problem}")

@@ -219,9 +219,10 @@ def _describe_claim_holder(name: str) -> str:
 
 
 class RunFolder:
-    """A private folder for one run in the temporary folder (`path`), created on construction with
-    mode 0700 and locked as long as this process lives: a folder without lock is that of a dead run.
-    `remove` deletes it.
+    """A private folder for one run on this host, `steelyard-MARK-...` in the temporary folder
+    (`path`), created on construction with mode 0700 and locked as long as this process lives: a
+    folder without lock is that of a dead run, and may be swept. `remove` deletes it with its
+    content and releases the lock.
     """
 
     def __init__(self, mark: str) -> None:
@@ -323,10 +324,11 @@ def _find_agent(mark: str) -> list[psutil.Process]:
 
 @contextmanager
 def ignore_interrupts() -> Iterator[None]:
-    """Ignore SIGINT, SIGTERM and SIGHUP inside a `with` block, and restore their handlers after it;
-    does nothing outside the main thread.
+    """Ignore SIGINT, SIGTERM and SIGHUP of this process inside a `with` block, and restore their
+    handlers after it, also if it raises; does nothing outside the main thread.
 
-    What is under way ends by itself, and a second Ctrl-C would only lose it.
+    What is under way ends by itself, and a second Ctrl-C would only lose it. Signals that come
+    meanwhile are lost.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -107,11 +107,13 @@ def _exit_with_agent() -> None:
 
 
 class RankProcess(ABC):
-    """The common part of all workers: `rank_file`, which grows in memory and is written repeatedly,
-    the time `budget` and the progress file. Subclasses implement `run` and set `framework` once it
-    is loaded, by which `run_rank_process` leaves the process group.
+    """The common part of all workers, one per rank: `rank_file`, which grows in memory and is
+    written by `write_rank_file` (repeatedly) and `write_final_rank_file`; `budget`, wall seconds by
+    named part; and `write_progress`, on rank 0. Subclasses implement `run` and set `framework`
+    (None before) once it is loaded, by which `run_rank_process` leaves the process group.
 
-    `host` is the node agent's part of the spec (shared folder, start time, rendezvous).
+    `rank`, `world_size` and `local_rank` are this process's; `host` is the node agent's part of the
+    spec (shared folder, start time, rendezvous).
     """
 
     def __init__(self, rank: int, accelerator: str, host: HostSpec) -> None:
@@ -164,9 +166,12 @@ class RankProcess(ABC):
             yield
 
     def write_rank_file(self, status: RankStatus, error: str | None) -> None:
-        """Set status, error, time since the start of the run, budget and clocks so far in this
-        rank's file, and write it into the shared folder, replacing the one before. Raises OSError
-        if it cannot be written, ValueError if a value cannot be written as JSON.
+        """Set status, error, `ended_s` (seconds since the start of the run), budget and clocks in
+        this rank's file, and write it as rank-N.json into the folder that is shared with the agent,
+        replacing the one before. The budget is the wall seconds so far by named part, the clocks
+        are the seconds that each clock of the host (monotonic, raw, boottime, uptime) has advanced
+        since this process began. Raises OSError if it cannot be written, ValueError if a value has
+        no form in JSON (NaN becomes null).
         """
         clocks = {
             name: at - self._clocks[name]

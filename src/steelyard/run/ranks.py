@@ -44,9 +44,11 @@ SEND_S = 1.0  # between two readings that are sent
 
 
 class WorkerProcess:
-    """One worker process of this host, already started, and the last `TAIL_BYTES` of its stdout and
-    stderr, which a thread reads: `read_tail` returns them. `is_suspended` says whether a signal
-    suspended it; `end_reported` whether the parent was told of its end.
+    """One worker process of this host, already started (`process`, of `rank`), and the last
+    `TAIL_BYTES` of its stdout and stderr, which a thread reads: `read_tail` returns them.
+    `is_suspended` returns whether a signal has suspended it for some seconds; `suspended_since_s`
+    is since when (None: it is not); `end_reported` is whether the parent was told of its end or
+    suspension. Created by `HostRanks`.
     """
 
     def __init__(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
@@ -97,8 +99,9 @@ class WorkerProcess:
 
 class HostRanks:
     """The workers of this host and what is sampled while they run, for the node agent: `start`
-    starts them, `read_news` returns messages on what is new, `finish` ends them all. `is_over` is
-    whether all have exited.
+    starts them, `read_news` gives messages on what is new (progress, rank files, exits, telemetry,
+    CPU load), `finish` ends them all and deletes the run's folder; all three are generators of
+    messages for the parent. `is_over` is whether all have exited.
 
     Creating it makes the run's private folder and starts telemetry, before there is a worker.
     """
@@ -197,7 +200,7 @@ class HostRanks:
 
     @property
     def is_over(self) -> bool:
-        """Whether every worker has exited."""
+        """Whether every worker of this host has exited; True before any was started."""
         return all(worker.process.poll() is not None for worker in self._workers)
 
     def read_news(self) -> Iterator[ProtocolMessage]:

@@ -76,8 +76,9 @@ def make_request(earlier_record: Record) -> Request:
 
 
 def rebuild_case(earlier_record: Record) -> Case:
-    """Return the case of a record: its own question, size, tune, gate, limits and published rows;
-    the rest (title, divisions) comes from the shipped case of the same name if there is one.
+    """Return the case of a record: its own question, size, tune, gate, `max_interval` and published
+    rows; the rest (title, text, divisions, device counts) comes from the shipped case of the same
+    name if there is one, else name and defaults are used.
 
     The record's division is added to the allowed ones. Raises RequestError if the result is no
     valid case in this version.
@@ -116,8 +117,9 @@ def rebuild_case(earlier_record: Record) -> Case:
 
 
 def describe_case_differences(earlier_record: Record) -> list[str]:
-    """Return lines for the user: that no case of the record's name is shipped (one line), or how
-    the record's case differs from the shipped one; empty if it does not.
+    """Return lines for the user on a record's case: one that no case of its name is shipped, or up
+    to two on how it differs from the shipped one (parts that were modified; question fields that
+    are newer than the record); empty if it does not differ.
     """
     if earlier_record.case.name not in resolve.list_shipped_cases():
         return [
@@ -178,8 +180,9 @@ def check_weights(earlier_record: Record, header_sha256: str) -> None:
 def find_host_differences(
     earlier_record: Record, checked: CheckedRequest
 ) -> tuple[FieldDifference, ...]:
-    """Return the fields in which the environment of this host (hardware, software, source) differs
-    from the record's, as far as known before a worker runs.
+    """Return the fields in which this host differs from the record's environment (machine, CPU,
+    memory, devices by number, name and UUID, datasheet, OS, driver, Python, packages, revision of
+    this package), as far as known before a worker runs.
 
     Left out are library versions and variables that only a worker reports, and Python and packages
     if workers run in another Python (`engine.python`). Empty for a remote launcher or without an
@@ -232,12 +235,12 @@ def find_rerun_differences(
 def find_answering_records(
     folder: Path, requests: list[CheckedRequest]
 ) -> tuple[list[list[tuple[Path, Record]]], list[str]]:
-    """Return, for each request in order, its valid records in a folder as (path, record), oldest
-    first; and a warning line for each run record (`*.json`) that cannot be read or, if it matches,
-    does not verify.
+    """Return, for each request in order, its valid records directly in a folder (`*.json`) as
+    (path, record), oldest first; and a warning line for each run record that cannot be read or, if
+    it matches, does not verify.
 
-    A match is decided by `is_run_of`, and its metrics must follow from its samples. A record that
-    answers several equal requests counts for the first. Other kinds of record are skipped.
+    A match is decided by `is_run_of`, and then its metrics must follow from its samples. A record
+    that answers several equal requests counts for the first. Records of other kinds are skipped.
     """
     matches: list[list[tuple[Path, Record]]] = [[] for _ in requests]
     warnings = []
@@ -260,9 +263,10 @@ def find_answering_records(
 
 
 def is_run_of(earlier_record: Record, checked: CheckedRequest) -> bool:
-    """Return whether a record is a valid run of this request: same case name, size and limits,
-    question, tune (except values that were `auto` in both), plan, scope, set of passes, engine and
-    accelerator (any, if the request has none yet).
+    """Return whether a record is a valid run of this request: same case name, size, quality gate
+    and `max_interval`, question, tune (except values that were `auto` in both), plan (launcher
+    included), scope, set of passes, and engine and accelerator by name (any accelerator, if the
+    request has none yet). Versions and hosts are not compared.
 
     A record does not name the folders of data and weights, so only their kind is compared:
     generated or read, random or trained. Runs that resumed from a checkpoint do not count.

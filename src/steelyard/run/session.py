@@ -66,12 +66,13 @@ ProgressCallback = Callable[[PhaseProgress], None]
 
 class Session:
     """The node agents of one run as the parent leads them, and all that they have reported so far:
-    `results` (rank files, exits, output), `telemetry`, `load_readings` and `progress`.
+    `results` (rank files, exits, output), `telemetry` by host and device, `load_readings` by host,
+    and `progress` of rank 0 (None before the first).
 
-    `run_to_end` does it all; its `prepare` calls `connect_hosts` and `check_reachable`.
-    `agents_started_s` and `workers_started_s` are times on the parent's clock. Creating it chooses
-    the hosts and their command lines and starts nothing; RequestError if there are not enough
-    hosts.
+    `run_to_end` does it all and returns why the run failed; its callback `prepare` calls
+    `connect_hosts` and `check_reachable`; `stop_agents` ends it. `agents_started_s` and
+    `workers_started_s` are times on the parent's clock. Creating it chooses the `hosts` and their
+    command lines and starts nothing; RequestError if there are not enough hosts.
     """
 
     def __init__(
@@ -149,11 +150,12 @@ class Session:
     def _start_and_wait(
         self, start: StartMessage, origin_s: float, hang_s: float, limit_s: float | None
     ) -> Failure | None:
-        """Send `start` to every host, completed with its first rank, clock and rank 0's address,
-        and wait until all have ended or something is wrong; return what, or None, also if a rank
-        failed, which its results tell.
+        """Send `start` to every host of this session, completed with its first rank, clock and rank
+        0's address, and wait until all have ended or something is wrong; return what, or None, also
+        if a rank failed, which its results tell.
 
-        After a `hang` the agents are stopped here, and the workers write their stack traces before.
+        Sets `workers_started_s`. After a `hang` the agents are stopped here, and the workers write
+        their stack traces before.
         """
         first = self.connections[0].hello
         self.workers_started_s = self._progress_s = self._phase_s = now()
@@ -286,12 +288,13 @@ class Session:
                     raise RequestError(f"host {late[0].name}: {missing_text} for {limit_s:.0f} s")
 
     def _wait_for_end(self, hang_s: float, limit_s: float | None) -> Failure | None:
-        """Wait until every agent has said bye, and return the failure of one that ended by itself,
-        else None; or return early: a lost host, `hang` or `time_limit` as failure, and None if a
-        rank failed or is suspended, because the results tell why.
+        """Wait until every agent of this session has said bye, and return the failure of one that
+        ended by itself, else None; or return early: a lost host, `hang` or `time_limit` as failure,
+        and None if a rank failed or is suspended, because the results tell why.
 
         After a rank failed it waits `SETTLE_S` seconds and until every host has answered a ping:
-        the loss of a host may be the cause.
+        the loss of a host may be the cause. `hang_s` and `limit_s` (None: no limit) are seconds, as
+        for `_find_timeout`.
         """
         begin_s, failed_s = now(), None
         pinged: list[tuple[Connection, int]] = []

@@ -38,7 +38,8 @@ def allowed_variables() -> frozenset[str]:
 
 
 class HostSettings(FrozenModel):
-    """Settings of one host that differ from the site's, table `host.NAME` of a site file; None: the
+    """Settings of one host that differ from the site's, table `host.NAME` of a site file: `python`,
+    the Python that has steelyard, and `prologue`, shell lines to run before the agent. None: the
     site's is used.
     """
 
@@ -51,8 +52,9 @@ class HostSettings(FrozenModel):
 
 
 class SlurmSettings(FrozenModel):
-    """Options with which salloc is asked for an allocation, table `slurm` of a site file; None: the
-    option is left out.
+    """Options with which salloc is asked for an allocation, table `slurm` of a site file:
+    `partition`, `account`, `time` (such as 01:30:00) and `gpus_per_node`, each left out if None,
+    and `options`, further ones as texts that begin with `--`.
     """
 
     partition: Line | None = None
@@ -65,12 +67,14 @@ class SlurmSettings(FrozenModel):
 
 
 class Site(FrozenModel):
-    """The content of a site file (facts of a cluster: hosts, launcher, Python, network interface,
-    variables, Slurm's options); without a file, all defaults.
+    """The content of a site file (facts of a cluster), created by `read_site`; without a file, all
+    defaults. `hosts`, `launcher`, `devices` per host, `python`, `prologue` (shell lines before the
+    agent) and network `interface` say how agents are started; None: not given. `silence_s` is the
+    seconds without a message after which a host counts as lost, `environment` variables of agents
+    and ranks, `slurm` options of salloc; `machine`, `network` and `note` are texts for the record.
 
     `host` holds settings of single hosts, which `choose_python` and `choose_prologue` prefer;
-    `describe` is what a record states. Created by `read_site`, which also sets name and hash of the
-    file.
+    `describe` returns what a record states, name and hash of the file included.
     """
 
     machine: Line | None = Field(

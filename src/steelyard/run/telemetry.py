@@ -21,11 +21,13 @@ ReadingColumns = dict[str, list[Any]]
 
 
 class TelemetrySampler:
-    """Samples all telemetry sources of a host in a thread from `start`, before there is a worker,
-    until `stop`; `take_new_rows` returns what is new, `watch` sets the workers' process ids.
+    """Samples all telemetry sources of a host, for its node agent: `start` takes a first sample,
+    before there is a worker, and starts a thread; `watch` sets the workers' process ids; `stop`
+    ends the thread, takes a last sample, and raises an error that the thread met.
 
-    After `max_rows` rows the sampling period doubles, and whoever collects the rows drops every
-    second one, so that a long run has no more rows than that.
+    `take_new_rows` returns the current period in seconds and what is new, as columns for each
+    source. After `max_rows` rows the period doubles, by which the collector sees that it must drop
+    every second row, so that a long run has no more rows than that.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class TelemetrySampler:
         self._thread.start()
 
     def watch(self, pids: tuple[int, ...]) -> None:
-        """Set the process ids of the run's workers, which the sources tell from other processes."""
+        """Set the process ids of the run's workers for this sampler; they are given to each source
+        at every sample, which tells them from other processes.
+        """
         self._pids = pids
 
     def stop(self) -> None:
@@ -116,9 +120,10 @@ class TelemetrySampler:
 
 
 class DeviceReadings:
-    """The telemetry of one device of a host, as the parent receives it: `add` appends rows to
-    `columns`, which are lists by column name; `to_series` makes what the record states. `period_s`
-    is the sampling period, 0 before the first rows.
+    """The telemetry of one `device` of a `host`, as the session in the parent receives it: `add`
+    appends rows to `columns` (lists by column name) and drops every second row when the sampling
+    period has doubled; `to_series` returns what the record states. `period_s` is the period in
+    seconds, 0 before the first rows; `severity` says by slowdown reason what it means for a run.
     """
 
     def __init__(self, host: str, device: str, severity: dict[str, str]) -> None:

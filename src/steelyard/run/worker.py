@@ -38,11 +38,13 @@ ALL_REDUCES = 3
 
 
 class Worker(RankProcess):
-    """One rank of a case's run, created by `main`: `run` loads engine and framework, runs the
-    passes, and collects what is measured in `rank_file`, which is written by the base class.
+    """One rank of a case's run, created by `main` in the worker's process: `run` loads engine and
+    framework, prepares the data, runs the passes in order, and collects what is measured in
+    `rank_file`; the base class `RankProcess` writes it.
 
-    `spec` is the parent's part of the spec, `task` and `kind` the rows of the case's task, `place`
-    this rank's position in the plan, `outputs` the task's outputs that no pass changes.
+    `spec` is the parent's part of the spec, `case` its case, `task` and `kind` the rows of its task
+    and kind of task, `place` this rank's position in the plan, `outputs` the part of the task's
+    outputs that no pass changes (None before the data are read).
     """
 
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
@@ -177,11 +179,13 @@ class Worker(RankProcess):
         return prepared
 
     def _start_checkpoints(self, fingerprint: str) -> CheckpointSchedule | None:
-        """Return where and after how many steps checkpoints are saved, or None if none are; rank 0
-        creates the folder (FileExistsError if it exists) and writes run.json into it.
+        """Check the data of a resumed run, then return where and after how many steps checkpoints
+        are saved, or None if none are. Rank 0 creates the folder (FileExistsError if it exists) and
+        writes run.json into it: the run's name, question, key, sample and engine (`CheckpointRun`).
 
-        Raises RequestError if the run resumes from a checkpoint with other data, which only the
-        `fingerprint` of the data that were read shows.
+        The check comes first, also if no checkpoints are saved: RequestError if the checkpoint that
+        this run resumes from was made with other data, which only the `fingerprint` of the data
+        that were read shows.
         """
         spec, key = self.spec, self.case.compute_key(fingerprint)
         if (
@@ -215,8 +219,10 @@ class Worker(RankProcess):
     def _make_job(
         self, inputs: Any, framework: Framework, group: Any, keep: CheckpointSchedule | None
     ) -> Job:
-        """Return the engine's Job for this rank: case, inputs, weights, device, position in the
-        plan, process group and checkpoints. Loading of weights is reported as progress `weights`.
+        """Return the engine's Job for this rank: case, work, inputs, weights, device, rank and
+        position in the plan, process group, `--steps`, checkpoints to write (`keep`; None: none)
+        and to resume from, shared folder and checkout. Loading of weights is reported as progress
+        `weights`.
         """
         return Job(
             case=self.case,

@@ -40,12 +40,12 @@ RankStatus = Literal[
 
 
 class RunSpec(FrozenModel):
-    """The parent's part of a worker's spec: what to run, the same for all workers. Paths are
-    absolute; None means random weights, generated data, a tokenizer beside weights or data, no
-    checkpoint to resume from, and no checkpoints or trace to write.
-
-    `resume` is a checkpoint's folder, `checkpoints` the new folder for all of this run's. Created
-    by run/parent.py.
+    """The parent's part of a worker's spec, the same for all workers, created by run/parent.py:
+    `case`, `scope` (how much of it is run), `passes` in order, names of `engine` and `accelerator`,
+    `plan`. Paths are absolute. None means: random `weights`, generated `data`, a `tokenizer` beside
+    weights or data, no checkpoint folder to `resume` from, no `checkpoints` written (else the new
+    folder for all of this run's), no `trace` file, no `checkout` of a program. `explain`: profile
+    some steps after the passes.
     """
 
     case: Case
@@ -92,13 +92,16 @@ def parse_rank_file(text: str, rank: int) -> "RankFile":
 
 
 class RankFile(FrozenModel):
-    """What one worker reports: measured passes (`windows`), samples, answers and facts, written
-    after every pass and at its end.
+    """What one worker reports to the parent, as rank-N.json in the run's folder, written after
+    every pass and at its end: measured passes (`windows`), `samples` (steps), answers and facts on
+    device, data, weights and engine.
 
     `status` is `running` until the end, then `done`, or how it failed, with `error` as text.
-    `outputs` are the answers by pass, as the task checked them; `common` is the part of the outputs
-    that no pass changes, which only rank 0 writes. `budget` is in seconds by part. `to_rank_facts`
-    makes what the record states of the rank.
+    `ended_s` is when it was written, since the start of the run. `outputs` are the answers by pass,
+    as the task checked them; `common` is the part of the outputs that no pass changes, which only
+    rank 0 writes. `budget` is wall seconds by part, `clocks` the seconds that passed on each of the
+    host's clocks, `in_use_bytes` device memory after each pass; `benches` are of `steelyard spec`.
+    `to_rank_facts` makes what the record states of the rank.
     """
 
     rank: int

@@ -33,8 +33,9 @@ MAX_WORD_TOKENS = 64
 @dataclass(frozen=True)
 class AnswerRequest:
     """Where in a batch logits are needed, and what the answers are computed with; all on the
-    device. `pick` are indices of tokens in the rows laid end to end; `reader_inputs` are tensors
-    for the reader that made the request.
+    device. `pick` are indices of tokens in the batch's rows laid end to end; `reader_inputs` are
+    tensors that only the reader that made the request understands (none for multiple choice). Made
+    by a reader's `ask`, passed to its `answer`.
     """
 
     pick: Tensor
@@ -42,9 +43,14 @@ class AnswerRequest:
 
 
 class AnswerReader(Protocol):
-    """Computes the answers to a kind of work from hidden states: `ask` says where logits are needed
-    in a batch, `answer` computes on the device, `to_lists` makes what the record stores. An `item`
-    is the index of a prompt or passage. `READERS` has one by kind of work.
+    """Computes the answers to a kind of work from hidden states (a protocol); an `item` is the
+    index of a prompt or passage. `READERS` has a class by kind of work: `ChoiceReader` and
+    `LossReader`.
+
+    `ask(items, ends, send)` returns an `AnswerRequest`, where logits are needed in a batch;
+    `answer(compute_logits, hidden, request, compiled)` returns a tensor on the device with one row
+    per item, and ranks of all shards call it together; `to_lists(items, answers)` turns a pass's
+    answers on the host into lists by column name, as the record stores them.
     """
 
     def ask(self, items: list[int], ends: Ids, send: SendArray) -> AnswerRequest:
@@ -67,9 +73,14 @@ class AnswerReader(Protocol):
 
 
 class ChoiceReader:
-    """Reads multiple choice (work `score_choices`): the likeliest token of the vocabulary, the
-    likeliest of the answer letters, and whether all logits are finite, at each prompt's last token.
-    `gather` stacks the logits of all shards of the vocabulary; `shard` is not used.
+    """Reads multiple choice (an `AnswerReader` for work `score_choices`) at each prompt's last
+    token: `answer` returns int64 [items, 3]: the likeliest token of the vocabulary, the likeliest
+    of the answer letters as its index in `letters` (from 0, not a token id), and 1 if all logits
+    are finite, else 0. Ranks of all shards of a model call it together. `to_lists` returns the
+    columns `items`, `best`, `choice` and `finite`.
+
+    `letters` are the answers' token ids on the device, `gather` stacks the logits of all shards of
+    the vocabulary; `shard` is not used.
     """
 
     def __init__(
@@ -85,7 +96,9 @@ class ChoiceReader:
         self.gather = gather
 
     def ask(self, items: list[int], ends: Ids, send: SendArray) -> AnswerRequest:
-        """Ask for the logits of each item's last token."""
+        """Return a request for the logits of each prompt's last token (`ends`, copied by `send`),
+        without further inputs. `items` is not used.
+        """
         return AnswerRequest(send(ends))
 
     def answer(
@@ -115,9 +128,11 @@ class ChoiceReader:
 
 
 class LossReader:
-    """Reads passages (work `score_texts`): the negative log-likelihood of all tokens after the
-    first, and of the last word; whether each token of the last word is the likeliest; and which
-    tokens are.
+    """Reads passages (an `AnswerReader` for work `score_texts`): `answer` returns fp64 [items, 3 +
+    argmax_columns]: the negative log-likelihood in nats of all tokens after the first, and of the
+    last word's; 1 if each token of the last word is the likeliest, else 0; and which tokens are
+    likeliest there. `to_lists` returns the columns `items`, `nll`, `last_nll`, `hit` and `argmax`,
+    this last not if `argmax_columns` is 0 (a last word of more than 64 tokens).
 
     Logits stay divided over the shards of a model; only four numbers a token (`reduce_logits`) are
     gathered by `gather`. `shard` is this rank's part of the vocabulary.
@@ -279,9 +294,10 @@ READERS: dict[str, Callable[..., AnswerReader]] = {
 
 
 class PassAnswers:
-    """The answers of one pass: `add` appends a batch's, `read` copies all to the host, `to_lists`
-    returns them. They stay on the device until the pass is over, so that reading them delays
-    nothing.
+    """The answers of one pass, which stay on the device until it is over, so that reading them
+    delays nothing. `add(items, answers)` appends a batch's, `read()` copies all to the host,
+    `to_lists(reader)` returns them as lists by column name (RuntimeError before `read`). `items`
+    are the prompts or passages answered, in order. Made by `ScoringLoop.work`, once for each pass.
     """
 
     def __init__(self) -> None:
@@ -295,7 +311,9 @@ class PassAnswers:
         self._parts.append(answers)
 
     def read(self) -> None:
-        """Copy all answers to the host, and let go of those on the device; waits for the device."""
+        """Copy all answers of the pass to the host for `to_lists`, and let go of those on the
+        device; waits for the device. A pass without batches gets an empty tensor.
+        """
         self._read = torch.cat(self._parts).cpu() if self._parts else torch.zeros(0)
         self._parts = []
 

@@ -30,9 +30,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Prompts as rows of one length, padded on the right, on the host. `pick` has the index of each
-    prompt's last token in the rows laid end to end, `items` the prompts' indices, `counts` only
-    `padded`, the number of padding tokens; `prefixes` is empty.
+    """Prompts as rows of one length, padded on the right with token 0, on the host; made by
+    `make_padded_batch`. `tokens` is int64 [prompts, length], `pick` has the index of each prompt's
+    last token in the rows laid end to end, `items` the prompts' indices, `counts` only `padded`,
+    the number of padding tokens; `prefixes`, the groups whose shared prefix is in the batch, is
+    always empty.
     """
 
     tokens: Ids  # [prompts, length]
@@ -47,9 +49,11 @@ MakeBatch = Callable[[], PromptBatch | PaddedBatch]
 
 @dataclass(frozen=True)
 class ScoringBatches:
-    """The batches of this replica, each as a function that makes its host arrays when called:
-    `in_pass` are those of the timed pass, the others repeat some of them for warm-up. Made by
-    `plan_packed_batches` or `plan_padded_batches`.
+    """The batches of this replica, each as a function that makes its host arrays (`PromptBatch` or
+    `PaddedBatch`) when called. `in_pass` are those of the timed pass; `warmup` repeats some of them
+    before a pass that is not compiled, `compile_warmup` before a compiled one, so that kernels are
+    compiled. `prefix_rows` is the number of tokens of the longest prefix that prompts share in
+    division open, else 0. Made by `plan_packed_batches` or `plan_padded_batches`.
     """
 
     in_pass: list[MakeBatch]

@@ -23,9 +23,12 @@ from steelyard.scoring.batches import MakeBatch, ScoringBatches
 
 
 class Scorer(ABC):
-    """A model on this rank's device, which an engine supplies to the scoring loop: `load` builds
-    it, `to_device`, `hidden` and `logits` compute a batch, `tensors` and `details` are for the
-    record. `compiles` says whether it has a compiled form, which `use` switches on and off.
+    """A model on this rank's device, which an engine supplies to the scoring loop (an abstract
+    class). `load()` builds it and returns the weights' source as a dict; `to_device(batch)` copies
+    a batch and returns the inputs of `hidden(inputs, pick)`, which returns the hidden states
+    [picked tokens, hidden]; `logits(hidden)` those of this rank's part of the vocabulary;
+    `tensors()` and `details()` are for the record. `compiles` says whether it has a compiled form
+    (default False), which `use(compiled)` switches on and off.
     """
 
     # whether it has a compiled form, which all passes but `val` use if `tune.compile` is set
@@ -33,7 +36,9 @@ class Scorer(ABC):
 
     @abstractmethod
     def load(self) -> dict[str, Any]:
-        """Build the model, load its weights and return their source, for the record."""
+        """Build the model on this rank's device, load its weights and return their source, a
+        JSON-able dict for the record. Called once, before the first pass.
+        """
 
     def use(self, compiled: bool) -> None:
         """Compute in the compiled form, or as the model is written, from the next batch on. The
@@ -56,24 +61,38 @@ class Scorer(ABC):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states: those of this rank's share of the vocabulary."""
+        """Return the logits [tokens, part of the vocabulary] of hidden states [tokens, hidden]:
+        those of this rank's part of the vocabulary, padding columns included.
+        """
 
     @abstractmethod
     def tensors(self) -> Iterable[Tensor]:
-        """Return the weights that this rank holds, which are counted in the record."""
+        """Return the weights that this rank holds; the record gets their number of elements and
+        dtypes.
+        """
 
     def details(self) -> dict[str, Any]:
-        """Return what the engine chose by itself, such as the attention kernel."""
+        """Return what the engine chose by itself, such as the attention kernel, as a JSON-able dict
+        for the record; here empty.
+        """
         return {}
 
 
 class ScoringLoop:
-    """The engine interface (engine/job.py) for scoring, which engines subclass with a `Scorer` and
-    planned batches: passes of any names, of which `val` is the reference and never compiled.
-    `reader` reads the answers of the job's kind of work, `answers` has those of each pass.
+    """The engine interface (`Engine`, engine/job.py) for scoring, which engines subclass with a
+    `scorer` and planned `batches`: passes of any names, of which `val` is the reference and never
+    compiled.
+
+    `prepare` loads the model before the first pass and warms up, `total` and `work` run a pass as
+    marks, `outputs(name)` returns its answers as lists by column, `details` is for the record.
+    `reader` (an `AnswerReader`) reads the answers of the job's kind of work, `answers` has by pass
+    its `PassAnswers`, `weights` is the source of the weights once they are loaded, else empty.
     """
 
     def __init__(self, job: Job, scorer: Scorer, batches: ScoringBatches) -> None:
+        """Store the arguments and make the reader of the job's kind of work (`READERS`; KeyError
+        for another kind); nothing is loaded yet.
+        """
         self.job, self.scorer, self.batches = job, scorer, batches
         self.device: torch.device = job.device.torch_device
         group, vocab = job.group, job.case.question.model.vocab
@@ -111,8 +130,8 @@ class ScoringLoop:
         return self.job.case.tune.compile and self.scorer.compiles and name != "val"
 
     def total(self, name: str) -> int:
-        """Return how many `Work` items a pass yields: the number of this replica's batches, plus
-        one for phase `score`.
+        """Return how many `Work` items any scoring pass yields: the number of this replica's
+        batches, plus one for phase `score`.
         """
         return len(self.batches.in_pass) + 1
 

@@ -17,9 +17,12 @@ MOST_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to download and what is known of it (None: unknown). If `top` is set it is an archive,
-    of which the directory that holds a file named `top` becomes the source's folder; else the file
-    is stored as it is.
+    """A file to download and what is known of it (None: unknown): `name`, `urls` (tried in this
+    order; all have the same bytes), `size_bytes`, `sha256`, `git_blob` (its object id in the
+    repository that publishes it). `most_bytes` limits the file, and its unpacked content.
+
+    If `top` is set it is an archive, of which the directory that holds a file named `top` becomes
+    the source's folder; else ("") the file is stored as it is.
     """
 
     name: str
@@ -33,8 +36,12 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class CatalogSource:
-    """One entry of the catalog, data or weights, with licence and web page: either `files` to
-    download by address, or the id of a Hugging Face model in `hub`.
+    """One entry of the catalog, data or weights: `name` and `title`, `licence`, `page` (web page
+    with publisher and terms), and either `files` to download by address, or in `hub` the id of a
+    Hugging Face model ("": none).
+
+    `gated` means that its terms must be accepted on the page first; `task` is the name of the task
+    whose data it is, "" if none; `note` is a remark for the user.
     """
 
     name: str

@@ -58,12 +58,12 @@ class NoSpaceError(RequestError):
 
 @dataclass(frozen=True)
 class ExpectedFile:
-    """What is known of a file before it is downloaded: from the catalog, a pin, or the hub's
+    """What is known of a file `name` before it is downloaded: from the catalog, a pin, or the hub's
     listing.
 
-    None means unknown. `git_blob` is git's object id (SHA-1). `most_bytes` is the largest size that
-    is accepted. `origin` names, for error messages, who says so; `checked_by` is what the manifest
-    will say the file was checked by.
+    `size_bytes`, `sha256` and `git_blob` (git's object id, SHA-1) must be met; None: unknown.
+    `most_bytes` is the largest size that is accepted. `origin` names, for error messages, who says
+    so; `checked_by` is what the manifest will say the file was checked by.
     """
 
     name: str
@@ -76,9 +76,9 @@ class ExpectedFile:
 
 
 class PartialDownload(FrozenModel):
-    """The content of `NAME.part.json` beside a partial file: its address, the server's version of
-    it (`validator`: ETag or Last-Modified) and its full size (None: unknown). Without a validator
-    the file cannot be resumed.
+    """The content of `NAME.part.json` beside a partial file: its address (`url`), the server's
+    version of it (`validator`: ETag or Last-Modified) and its full `size_bytes` (None: unknown). If
+    `validator` is None the file cannot be resumed.
     """
 
     url: str
@@ -101,8 +101,8 @@ class TransferMeter:
         self._end_bytes: int | None = None
 
     def set_ahead(self, size_bytes: int) -> None:
-        """Set how many bytes are to come in files that have not begun yet; files of unknown size
-        count 0. Reports nothing.
+        """Set how many bytes the meter's command has still to transfer in files that have not begun
+        yet; files of unknown size count 0. Reports nothing.
         """
         self._ahead_bytes = size_bytes
 
@@ -123,16 +123,17 @@ class TransferMeter:
         )
 
     def start_file(self, size_bytes: int) -> None:
-        """Take the bytes of a file that is about to begin off the bytes ahead; `begin_transfer`
-        then counts them.
+        """Take the bytes of a file that is about to begin off the meter's bytes ahead;
+        `begin_transfer` then counts them. Reports nothing.
         """
         self._ahead_bytes -= size_bytes
 
 
 @dataclass(frozen=True)
 class DownloadTools:
-    """What a download uses of the outside world, so that tests can replace it: `web` for HTTP,
-    `sleep` (seconds), `say` for lines to the user, and the progress `meter`.
+    """What a download uses of the outside world, so that tests can replace it: `web` (an
+    HttpClient), `sleep(seconds)`, `say(line)` for lines to the user, and the progress `meter`
+    (TransferMeter).
     """
 
     web: HttpClient

@@ -36,7 +36,10 @@ TREE_FOLDER = "tree"  # subfolder in which a source's folder is built
 @dataclass(frozen=True)
 class FetchOptions:
     """How the user wants a source to be fetched, from the options of `data get` and `weights get`:
-    `--mirror`, `--from`, `--again` and `--repin`.
+    `mirrors` (`--mirror`: base addresses tried before the catalog's, each with SOURCE/FILE below
+    it), `offline` (`--from`: a folder with the files, nothing is downloaded; None: download),
+    `again` (`--again`: fetch even if it is in the store) and `repin` (`--repin`: fetch again,
+    ignore existing pins, and pin anew).
     """
 
     # base addresses tried before the catalog's; each has SOURCE/FILE below it

@@ -63,7 +63,9 @@ class RangeError(Exception):
 @dataclass(frozen=True)
 class HttpReply:
     """A server's answer, yielded by `HttpClient.request_file`: the bytes of a file from offset
-    `start` on, read with `chunks`.
+    `start` on, read from `body` with `chunks(size)`. `total` is the bytes of the whole file (None:
+    unknown), `has_known_end` whether a truncated body would be noticed, `validator` names this
+    version of the file (a strong ETag, else Last-Modified, else None).
     """
 
     body: http.client.HTTPResponse
@@ -118,8 +120,9 @@ class _RedirectHandler(HTTPRedirectHandler):
 
 
 class HttpClient:
-    """An HTTP client with the system's certificates and the environment's proxies, whose one method
-    is `request_file`. `timeout_s` is how long a connection may be silent.
+    """An HTTP client, for http and https only, with the system's certificates and the environment's
+    proxies; redirects from https to http are refused. Its one method is `request_file`, a context
+    manager that yields an HttpReply. `timeout_s` is how many seconds a connection may be silent.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:

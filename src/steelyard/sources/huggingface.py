@@ -42,8 +42,8 @@ INSTALL = (
 
 @dataclass(frozen=True)
 class HubModel:
-    """What the hub lists of a model at one revision: the commit hash, the licence, and the files to
-    download with the size and hash each must have.
+    """What the hub lists of a model at one revision: `revision`, the commit hash, `licence`, and
+    `files` to download (ExpectedFile), with the size and hash each must have.
     """
 
     revision: str
@@ -237,7 +237,10 @@ def _make_bar_class(meter: TransferMeter) -> type[Any]:
     tqdm: Any = getattr(utils, "tqdm")  # noqa: B009  exported, though not in the way that a type checker knows
 
     class MeterBar(tqdm):  # type: ignore[misc]
-        """A progress bar that is never drawn; `update` counts bytes in the meter."""
+        """A progress bar that is never drawn, for huggingface_hub's `tqdm_class`; `update(n)` adds
+        the bytes received to the TransferMeter of the enclosing function, and reports of the chunk
+        store's transfer are ignored.
+        """
 
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             """Create a disabled tqdm bar, whatever the caller asks for."""

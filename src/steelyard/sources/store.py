@@ -28,8 +28,8 @@ Table = TypeVar("Table", bound=FrozenModel)
 
 
 class ManifestFile(FrozenModel):
-    """A file in a source's folder: its path relative to that folder, and its size. Hashes are only
-    those of the downloads (`DownloadedFile`).
+    """A file in a source's folder: its `path` relative to that folder, and its `size_bytes`. Hashes
+    are only those of the downloads (`DownloadedFile`).
     """
 
     path: str
@@ -42,8 +42,9 @@ CheckedBy = Literal["table", "pins", "hub", "first use", "nothing"]
 
 
 class DownloadedFile(FrozenModel):
-    """A file as it was downloaded or copied (an archive before unpacking): name, address (file: if
-    copied), size, SHA-256, and what it was checked by.
+    """A file as it was downloaded or copied (an archive before unpacking): `name`, `url` (file: if
+    copied), `size_bytes`, `sha256`, and `checked_by`: `table` (the catalog), `pins`, `hub` (its
+    listing), `first use` (unchecked, but pinned) or `nothing`.
     """
 
     name: str
@@ -54,8 +55,10 @@ class DownloadedFile(FrozenModel):
 
 
 class SourceManifest(FrozenModel):
-    """The JSON file `.steelyard` in a source's folder: name, licence and time of fetching, the
-    downloads it came from, and all files it holds with their sizes.
+    """The JSON file `.steelyard` in a source's folder: `name`, `licence` and `time` of fetching
+    (text), `revision` (commit of a hub model, else None), the `downloads` it came from, and all
+    `files` it holds with their sizes; `size_bytes` is their sum. `version` is that of the format,
+    1.
     """
 
     version: int = 1
@@ -73,9 +76,9 @@ class SourceManifest(FrozenModel):
 
 
 class Pin(FrozenModel):
-    """What a file, or the revision of a hub model, was at its first download, with address and
-    time; later downloads must equal it. A file's pin has size and SHA-256, a model's only the
-    revision.
+    """What a file, or the revision of a hub model, was at its first download, with address (`url`)
+    and `time`; later downloads must equal it. A file's pin has `size_bytes` and `sha256`, a model's
+    only the `revision`; the others are None.
     """
 
     url: str
@@ -86,7 +89,9 @@ class Pin(FrozenModel):
 
 
 class PinFile(FrozenModel):
-    """The lock file `pins.json`: pins by `SOURCE/FILE`, or by the id of a hub model."""
+    """The lock file `pins.json` of a store: `pins` (Pin) by `SOURCE/FILE`, or by the id of a hub
+    model, and the `version` of the format, 1.
+    """
 
     version: int = 1
     pins: dict[str, Pin] = Field(default_factory=dict)
@@ -94,7 +99,9 @@ class PinFile(FrozenModel):
 
 @dataclass(frozen=True)
 class StoredSource:
-    """A source that is complete in the store: its folder (`path`) and its manifest."""
+    """A source that is complete in the store: its folder (`path`) and its `manifest`
+    (SourceManifest). Made by `SourceStore.find` and `publish`.
+    """
 
     path: Path
     manifest: SourceManifest
@@ -102,16 +109,17 @@ class StoredSource:
 
 @dataclass(frozen=True)
 class SourceStore:
-    """The folder of all fetched sources of one kind, data or weights: one folder per source, and
-    the lock file with pins. `find` and `list_names` read it; `lock_source`, `publish` and
-    `add_pins` are for fetching. The folder must exist to fetch.
+    """The folder (`folder`) of all fetched sources of one kind, data or weights: one folder per
+    source, and the lock file with pins. `find(name)` returns a complete source or None,
+    `list_names` all names; `lock_source`, `working_folder`, `publish` (move a fetched folder into
+    place), `read_pins` and `add_pins` are for fetching. The folder must exist to fetch.
     """
 
     folder: Path
 
     def source_folder(self, name: str) -> Path:
-        """Return the folder of a source, whether it exists or not. Raises RequestError if the name
-        is invalid.
+        """Return the folder of a source in the store (its name with "--" for each slash), whether
+        it exists or not. Raises RequestError if the name is invalid.
         """
         return self.folder / make_folder_name(name)
 
@@ -183,12 +191,13 @@ class SourceStore:
         downloads: Iterable[DownloadedFile],
         revision: str | None = None,
     ) -> StoredSource:
-        """Write the manifest into the complete folder `tree` and rename it to the source's folder;
-        return the stored source.
+        """Write the manifest (`.steelyard`) into the complete folder `tree` and rename it to the
+        source's folder in the store; return the stored source.
 
-        An older folder of the source is replaced, and the working folder deleted. `tree` must be on
-        the same disk; all files in it are listed with their sizes. `time` and `downloads` are
-        written into the manifest, as is `revision`, the commit of a hub model.
+        An older folder of the source is moved away first and deleted with the working folder, so
+        there is a moment without one. `tree` must be on the same disk; all files in it are listed
+        with their sizes. `time` and `downloads` are written into the manifest, as is `revision`,
+        the commit of a hub model. Raises OSError if that fails.
         """
         paths = sorted(
             path for path in tree.rglob("*") if path.is_file() and path.name != MANIFEST_NAME

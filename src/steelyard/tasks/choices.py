@@ -58,8 +58,9 @@ class ChoiceAnswers(GrownModel):
 class ChoiceOutputs(GrownModel):
     """What a record keeps of a multiple-choice task: per question the right letter (`gold`), its
     subject (`subject_of`, an index into `subjects`) and its position in the whole set (`index`);
-    the four letters' token ids (`letters`); and the answers of each pass. Refuses lists that
-    contradict each other. Answers of version 1 (`version` None) have no `argmax`.
+    the four letters' token ids (`letters`); and in `passes` the `ChoiceAnswers` of each pass by
+    name. Validation refuses lists that contradict each other. Answers of version 1 (`version` None)
+    have no `argmax`.
     """
 
     LATER: ClassVar[tuple[str, ...]] = ("version",)

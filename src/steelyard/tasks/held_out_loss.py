@@ -13,14 +13,17 @@ from steelyard.words import get_meanings
 
 
 class TrainPassOutputs(FrozenModel):
-    """The outputs of the training pass: why it ended early, or None if it ran to its last step."""
+    """The outputs of the training pass on rows: `stopped`, an `EarlyStop` that says why and at
+    which step it ended early, or None if it ran to its last step. Losses of steps are not kept
+    here.
+    """
 
     stopped: EarlyStop | None
 
 
 class HeldOutRowsLoss(FrozenModel):
     """The outputs of a pass over held-out rows, `before` or `after`: `nll`, the summed loss in
-    nats, None if it is not finite, and the number of target tokens it is summed over.
+    nats, None if it is not finite, and `targets`, the number of target tokens it is summed over.
     """
 
     nll: float | None
@@ -28,8 +31,9 @@ class HeldOutRowsLoss(FrozenModel):
 
 
 class HeldOutOutputs(FrozenModel):
-    """What a record keeps of training on rows: the number of held-out rows, and the outputs of each
-    pass: `train` has why it ended, `before` and `after` the loss of the held-out rows.
+    """What a record keeps of training on rows: `held_out`, the number of held-out rows, and in
+    `passes` the outputs of each pass by name: `train` has why it ended (`TrainPassOutputs`),
+    `before` and `after` the loss of the held-out rows (`HeldOutRowsLoss`).
     """
 
     held_out: int  # number of held-out rows

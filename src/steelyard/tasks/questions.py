@@ -31,8 +31,9 @@ McqRow = tuple[str, str, str, str, str, str]  # question, four choices, the answ
 
 @dataclass(frozen=True)
 class Subject:
-    """One subject of a multiple-choice data set: its name, its answered examples (`dev`) and the
-    questions to ask (`test`).
+    """One subject of a multiple-choice data set: its `name`, its answered examples (`dev`), of
+    which the first come before each question, and the questions to ask (`test`); both are rows of
+    (question, four choices, right letter).
     """
 
     name: str
@@ -43,9 +44,12 @@ class Subject:
 @dataclass(frozen=True)
 class Prompts:
     """Tokenized prompts of multiple-choice questions, made by `encode_questions`; implements
-    `ChoicePrompts`. Lists are per prompt. Prompts of one group begin with the same tokens. `gold`
-    is the index (0 to 3) of the right answer, `subject_of` an index into `subjects`, `shortened`
-    the number of prompts that lost examples.
+    `ChoicePrompts`. Per prompt: `rows`, its token ids; `groups`, a number that prompts with the
+    same beginning share; `index`, the question's position in the whole set; `gold`, the index (0 to
+    3) of the right answer; `subject_of`, an index into `subjects`, the names.
+
+    `letters` are the token ids of the four answers, `shortened` is the number of prompts that lost
+    examples.
     """
 
     rows: list[list[int]]
@@ -59,7 +63,9 @@ class Prompts:
 
 
 class GeneratedQuestionsConfig(FrozenModel):
-    """How many questions to generate (`questions` in each of `subjects`), and from which seed."""
+    """How to generate questions (`question.data.made`): `questions` in each of `subjects` (both
+    numbers), and the `seed`, 0 by default.
+    """
 
     subjects: int = Field(ge=1)
     questions: int = Field(ge=1)

@@ -37,9 +37,9 @@ RowId = Annotated[str, Field(pattern=selection.ID_PATTERN), AfterValidator(selec
 
 @dataclass(frozen=True)
 class Sources:
-    """The paths that the user gave for data, tokenizer and weights; None where he gave none.
-    `tokenizer_paths` lists where to look for a tokenizer: also beside weights and data, if none was
-    given.
+    """The paths that the user gave for `data`, `tokenizer` and `weights`; None where none was
+    given. `tokenizer_paths()` returns where to look for a tokenizer: only at `tokenizer` if that is
+    given, else in the weights' path, then in the data's folder.
     """
 
     data: Path | None
@@ -61,9 +61,12 @@ class Sources:
 
 @dataclass(frozen=True)
 class Selection:
-    """What the user selected of a task's data: subject names (`--subjects`), row ids (`--rows`, as
-    `data/selection.py` spells them), a sample size (`--sample`); None where he did not. Its
-    properties say what can be known of the rows without the data.
+    """What the user selected of a task's data: names of `subjects` (`--subjects`), ids of `rows`
+    (`--rows`, as `data/selection.py` spells them), size of a random `sample` (`--sample`); None
+    where nothing was selected.
+
+    Its properties say what can be known of the rows without the data, each None if it cannot:
+    `row_count`, `group_counts` (rows by subject) and `positions` in the whole set.
     """
 
     subjects: tuple[str, ...] | None = None
@@ -103,12 +106,15 @@ class Selection:
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """What a task's reader gets: the parts of the question that concern data, the user's selection
-    and paths.
+    """What a task's reader gets: the parts of the question that concern data (`data`, the task's
+    own model; `division`, `seed`), the user's selection (`sample`, `subjects`, `rows`; None: all)
+    and paths (`sources`; `sources.data` None means that data are to be generated).
 
     `vocab` and `positions` are the model's sizes. `length` (tokens of a row) and `batch` (the
-    global batch, in the task's unit) are for training. `sources.data` None means that data are to
-    be generated.
+    global batch, in the task's unit) are for training, 0 for scoring; `pack` is whether a training
+    row may hold several samples. `published` has the case's facts on the published data set by
+    name. `load_tokenizer()` returns the tokenizer, `step_batch()` how many items a training step
+    takes.
     """
 
     data: Any  # `question.data`, of the task's own type
@@ -151,8 +157,9 @@ class TaskRequest:
 
 
 class TokenizerFacts(ExtensibleModel):
-    """What a record says of the tokenizer: its file name ("made" for generated data), number of
-    tokens, and the SHA-256 of its vocabulary.
+    """What a record says of the tokenizer: `source`, its file name ("made" for generated data),
+    `vocab`, its number of ids, and `sha256` of its vocabulary. `from_tokenizer` makes it; other
+    keys are allowed.
     """
 
     source: str
@@ -166,10 +173,10 @@ class TokenizerFacts(ExtensibleModel):
 
 
 class DataFacts(ExtensibleModel):
-    """What a record says of the data that were read: name of the source ("made" if generated),
-    number of rows in the whole set, SHA-256 (`fingerprint`) over the data and, unless they are
-    token files, the tokenizer's vocabulary, and facts of the tokenizer; a task adds its own counts
-    as further keys.
+    """What a record says of the data that were read: `source`, a name ("made" if generated), `rows`
+    in the whole set (not only those selected), `fingerprint`, a SHA-256 over the data and, unless
+    they are token files, the tokenizer's vocabulary, and `tokenizer` (None: unknown); a task adds
+    its own counts as further keys, such as `rows_in_scope` and `tokens`.
 
     `published` says whether they are the published data set; None if the case does not say which
     that is.
@@ -200,9 +207,9 @@ def is_published(fingerprint: str, published: str | None) -> bool | None:
 
 
 class EarlyStop(ExtensibleModel):
-    """Why training ended before its last step, and at which `step`: `nan` (the loss is not finite),
-    `bound` (the loss, in `value`, is above the case's limit) or `target` (an evaluation reached its
-    goal).
+    """Why training ended before its last step, and at which `step`: `why` is `nan` (the loss is not
+    finite), `bound` (the loss, in `value`, is above the case's limit) or `target` (an evaluation
+    reached its goal). `value` is None for the other two. Other keys are allowed.
     """
 
     step: int
@@ -212,8 +219,9 @@ class EarlyStop(ExtensibleModel):
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a task's reader returns: inputs for the engine, facts on the data for the record, and
-    the task's outputs without passes, to which the ranks' answers are merged later.
+    """What a task's reader returns (`Task.prepare`): `inputs` for the engine (texts to score,
+    training rows or a cloze data set), `facts` on the data for the record, and the task's `outputs`
+    without passes, to which the ranks' answers are merged later.
     """
 
     inputs: Any  # what the engine's work takes: texts, training rows or a cloze data set
@@ -263,11 +271,12 @@ def check_better_and_form(name: str, better: str, form: str) -> None:
 
 @dataclass(frozen=True)
 class Score:
-    """A quality metric of a task: the metric's name, which value of `Task.score` it is, and the
-    pass it is of (`of`; None: the headline pass).
+    """A quality metric of a task: the metric's `name`, the key `value` under which the dict of
+    `Task.score` has it, and the pass it is of (`of`; None: the headline pass).
 
-    `en` and `zh` are its title and meaning in English and Chinese. `better` is "higher", "lower" or
-    "" (neither); `form` is "percent" or "number".
+    `en` and `zh` are its title and meaning in English and Chinese, `unit` is shown behind the
+    number. `better` is "higher", "lower" or "" (neither); `form` is how numbers are written:
+    "percent", "number", "gib" or "seconds". Other words raise ValueError.
     """
 
     name: str
@@ -286,9 +295,9 @@ class Score:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """A table of a record's outputs for the report page, such as accuracy by subject. A cell is
-    text, a count (int), a share from 0 to 1 (float) or None if unknown. Title and columns are pairs
-    of English and Chinese.
+    """A table of a record's outputs for the report page, such as accuracy by subject;
+    `Task.breakdowns` makes it. `title` and each of `columns` are (English, Chinese); a cell of
+    `rows` is text, a count (int), a share from 0 to 1 (float) or None if unknown.
     """
 
     title: TextPair  # English and Chinese
@@ -298,12 +307,19 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Task:
-    """One task, as a row of data and functions: `reader` reads data, `check` and `merge` turn the
-    engine's answers into outputs, `score` and `tally` judge a pass of these. Its functions on
-    outputs take an object of the row's own `outputs` type.
+    """One task, as a row of data and functions on objects of its own `outputs` type. `reader`
+    (`module:function`) reads the data, `check` and `merge` turn the engine's answers into outputs
+    of a pass, `score` returns its quality values by name, `tally` how its answers cover the items;
+    `agreement` compares two passes of a run, `differences` two runs (None: not compared),
+    `off_scope` says why outputs do not fit a selection; `breakdowns` are tables, `stopped` why
+    training ended early.
 
-    `prepare` calls the reader in a worker, `check_data` looks at a path in the parent, `kind_row`
-    is its kind of work.
+    `name`, `kind` of work and `work` (what an engine must support) say what it is; `scores` are its
+    metrics, `quality` the one without a gate, `passes` the default ones, `data` the model of
+    `question.data`, `batch_unit` what the global batch counts, `starts_trained` whether training
+    begins with trained weights, `selects` the options it accepts beside `--sample`. `prepare` calls
+    the reader in a worker, `check_data` looks at a path in the parent, `key` is its spelling in
+    questions and records, `kind_row` its kind of work.
     """
 
     name: str  # its folder's name, which users write too
@@ -345,9 +361,9 @@ class Task:
     data_check: str = ""  # `module:function` that takes a path: see check_data
 
     def prepare(self, request: TaskRequest) -> PreparedData:
-        """Import the module of the task's `reader` and call it: read or generate the data and
-        return inputs for the engine, facts and empty outputs. Raises RequestError if the data are
-        missing or wrong.
+        """Import the module of the task's `reader` and call it: read or generate the data, and
+        return them as `PreparedData` (inputs for the engine, facts, and outputs without passes).
+        Raises RequestError if the data are missing or wrong.
         """
         prepared: PreparedData = plugins.load_reference(self.reader)(request)
         return prepared

@@ -40,12 +40,15 @@ def compute_total_norm(grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
 
 
 class MixedPrecisionAdamW:
-    """AdamW over the parameters that this rank updates, with clipping, optional fp32 master
-    weights, and loss scaling for fp16. Matrices have weight decay, vectors have none.
+    """AdamW over the parameters that this rank updates, with clipping to a global norm, optional
+    fp32 master weights, and loss scaling in fp16. Matrices have weight decay, vectors have none.
 
     `parameters` are the model's, `master` the weights that are updated (the same tensors if there
-    is no separate copy). `scale` a loss, call `backward`, then `step`; `list_state`, `read_scalars`
-    and `restore` are for checkpoints.
+    is no separate copy). A step is `scale(loss)`, `backward` on that, then `step(lr)`, which
+    returns the gradients' norm. `get_gradient(parameter)` is the buffer of a gradient,
+    `clear_gradients` (None, or set by the caller) resets gradients that autograd does not make.
+    `compile_update` prepares the Triton kernel where `uses_kernel`. `list_state`, `read_scalars`
+    and `restore` are for checkpoints, `details` for the record.
     """
 
     def __init__(
@@ -100,10 +103,11 @@ class MixedPrecisionAdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
-        """Clip the gradients, update the weights with this learning rate, copy them to the model,
-        and zero the gradients. Return the gradients' norm before clipping (without the loss scale),
-        a tensor on the device. In fp16 a step whose gradients overflow changes no weights and
-        lowers the loss scale. If `norm` is over several ranks, all call it together.
+        """Clip the gradients to the norm `clip`, update the weights with this learning rate, copy
+        them to the model, and zero the gradients (or drop or reset them, as `zero_grad`). Return
+        the gradients' norm before clipping (without the loss scale), a tensor on the device. In
+        fp16 a step whose gradients overflow changes no weights and lowers the loss scale. If `norm`
+        is over several ranks, all call it together.
         """
         for group in self.torch_adamw.param_groups:
             group["lr"] = lr
@@ -376,7 +380,10 @@ def _make_gradient_adder(master: Tensor) -> Any:
     """
 
     def add(parameter: Tensor) -> None:
-        """Add the parameter's gradient to the master's, and drop it."""
+        """Add the 16-bit parameter's gradient to the `grad` of `master` in place, and set the
+        parameter's to None; nothing if one of them is None. Autograd calls it after it has made the
+        gradient.
+        """
         if parameter.grad is not None and master.grad is not None:
             master.grad.add_(parameter.grad)
             parameter.grad = None

@@ -42,8 +42,10 @@ JsonModel = TypeVar("JsonModel", bound=FrozenModel)
 
 
 class CheckpointRun(FrozenModel):
-    """`run.json`: of the run whose checkpoints the folder holds, the case's name, its question as a
-    dict, the question's key, `--sample` (None: not used) and the engine.
+    """`run.json` in a folder of checkpoints: the run that they are of. `name` is the case's name,
+    `question` its question as a nested dict, `key` the question's key, `sample` the number of
+    `--sample` (None: not used) and `engine` the engine's name. `check_same_question` compares a run
+    that resumes with it.
     """
 
     name: str
@@ -54,8 +56,9 @@ class CheckpointRun(FrozenModel):
 
 
 class OptimizerScalars(FrozenModel):
-    """What an optimizer stores beside tensors: its number of updates and, if losses are scaled
-    (fp16), the loss scale and how many steps it has stood without overflow (`growth`).
+    """What an optimizer stores beside tensors, in `state.json` of a checkpoint: `updates`, its
+    number of updates, and, if losses are scaled (fp16), `scale`, the loss scale, and `growth`, how
+    many steps it has stood without overflow; both None in other precisions.
     """
 
     updates: float = Field(ge=0, le=2**53)
@@ -67,9 +70,10 @@ Loss = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 
 class CheckpointState(FrozenModel):
-    """`state.json`: the state of a run after `step` steps, the same for all ranks: `losses` of each
-    step (None: not finite), `numbers` of the optimizer, `plan`, `weights` (the source of the
-    initial weights), and whether the target accuracy was `reached`. Tensors are not in it.
+    """`state.json` of a checkpoint: the state of a run after `step` steps, the same for all ranks.
+    `losses` has the loss of each step from the first on (None: not finite), `numbers` the
+    optimizer's scalars, `plan` the parallel plan, `weights` the source of the initial weights as a
+    dict, `reached` whether the evaluation's target had been reached. Tensors are not in it.
     """
 
     step: int = Field(ge=1, le=10**8)
@@ -81,16 +85,17 @@ class CheckpointState(FrozenModel):
 
 
 class BeforePassOutputs(FrozenModel):
-    """`before-N.json`: `table`, the outputs of pass `before` on replica N, which a resumed run does
-    not compute again.
+    """`before-N.json` in a folder of checkpoints: `table` is the JSON-able dict of the outputs of
+    pass `before` on replica N, which a resumed run takes over and does not compute again.
     """
 
     table: dict[str, Any]
 
 
 class TensorChunk(FrozenModel):
-    """A rectangular part of a tensor (`offset` and `sizes` in elements per dimension), and the
-    bytes of a rank's file that hold it: `length` bytes from byte `at`, with their CRC-32.
+    """A rectangular part of a stored tensor and where its bytes lie: it begins at `offset` and has
+    `sizes`, in elements per dimension; its bytes are `length` bytes from byte `at` of `file`
+    (`rank-N.bin`), with the checksum `crc32`. Written by `CheckpointWriter` into `tensors.json`.
     """
 
     offset: list[int]
@@ -102,8 +107,9 @@ class TensorChunk(FrozenModel):
 
 
 class StoredTensor(FrozenModel):
-    """A tensor of a checkpoint, as the index has it: its dtype (torch's name, such as `float32`),
-    whole shape, and the chunks that make it up, in any order.
+    """A tensor of a checkpoint, as `tensors.json` has it: `dtype` (torch's name, such as
+    `float32`), `size`, the shape of the whole tensor, and `chunks`, the `TensorChunk`s that cover
+    it, in any order and of any rank's file.
     """
 
     dtype: str
@@ -112,9 +118,9 @@ class StoredTensor(FrozenModel):
 
 
 class CheckpointIndex(FrozenModel):
-    """`tensors.json`: the index of a checkpoint. `files` has the length of each rank's file in
-    bytes; `tensors` says by name of which dtype, shape and chunks, in which ranks' files, each
-    tensor is made up.
+    """`tensors.json`, the index of a checkpoint: `files` maps each `rank-N.bin` to its length in
+    bytes, `tensors` each tensor's name to its `StoredTensor` (dtype, whole shape, and chunks in
+    ranks' files). Written by `CheckpointWriter.finish`, read and checked by `read_checked_index`.
     """
 
     files: dict[str, int]
@@ -271,14 +277,16 @@ def _verify_checksum(path: Path, content: Any) -> Any:
 
 
 def _compute_checksum(fields: dict[str, Any]) -> str:
-    """Return the SHA-256 of the canonical JSON, as hex digits."""
+    """Return the SHA-256, as hex digits, of the canonical JSON of a file's fields (without its key
+    `sha256`).
+    """
     return hashlib.sha256(to_canonical_json(fields).encode()).hexdigest()
 
 
 def create_part_folder(folder: Path, step: int) -> Path:
-    """Create the empty folder `step-N.part` for a checkpoint, and `folder` if it is missing, and
-    return it. Partial checkpoints that an earlier run left in `folder` are deleted. Raises OSError
-    if that fails.
+    """Create the empty folder `step-N.part` (N is `step`, in eight digits) for a checkpoint, and
+    `folder` if it is missing, and return it. First all unfinished checkpoints (`step-*.part`) in
+    `folder` are deleted with their contents. Raises OSError if that fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
@@ -292,8 +300,9 @@ def create_part_folder(folder: Path, step: int) -> Path:
 
 
 def finish_checkpoint(part_folder: Path) -> None:
-    """Rename a partial checkpoint (`step-N.part`) to its final name, synced to disk, and delete all
-    complete checkpoints of its folder but the last two.
+    """Sync a partial checkpoint's folder (`step-N.part`) to disk and rename it to `step-N`, then
+    delete all complete checkpoints beside it but the two of the last steps. Files inside must be on
+    disk already. Raises OSError if that fails, such as when `step-N` exists and is not empty.
     """
     files.sync_folder(part_folder)
     part_folder.rename(part_folder.with_name(part_folder.name.removesuffix(PART_SUFFIX)))
@@ -306,8 +315,9 @@ def check_same_question(
     run: CheckpointRun, name: str, question: dict[str, Any], sample: int | None, engine: str
 ) -> None:
     """Raise RequestError, with the first difference, unless question, `--sample` and engine are
-    those of the run that wrote the checkpoints. Questions are compared by dotted keys; a missing
-    key equals None. `name` is the case's, for the message.
+    those of the run that wrote the checkpoints (`run`); compared in this order. Questions are
+    compared by dotted keys, in alphabetical order; a missing key equals None. `name` is the case's,
+    for the message, and is not compared.
     """
     requested, stored = _flatten(question), _flatten(run.question)
     different_keys = sorted(

@@ -63,9 +63,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class PartialTensor(Tensor):
-    """The part of a tensor that this rank holds, which tells DCP's planner the shape of the whole
-    tensor (`whole_shape`, also by `size()`) and where in it this part begins (`offset`). Made by
-    `make_partial_tensor`; DCP calls its dunder methods.
+    """The part of a tensor that this rank holds, which tells the planner of PyTorch's distributed
+    checkpoint (DCP) the shape of the whole tensor (`whole_shape`, also returned by `size()`) and
+    where in it this part begins (`offset`, per dimension). `shape` is that of the part. Made by
+    `make_partial_tensor`, sharing memory; DCP calls its dunder methods, which list the part as one
+    shard, or none if it is empty.
     """
 
     whole_shape: torch.Size
@@ -78,7 +80,10 @@ class PartialTensor(Tensor):
         return self.whole_shape[dims[0]] if dims else self.whole_shape
 
     def __create_write_items__(self, fqn: str, tensor: Tensor) -> list[WriteItem]:
-        """Return the items that DCP writes: one shard, or none if the part is empty."""
+        """Return the items that PyTorch's distributed checkpoint writes for this part of the tensor
+        named `fqn`: one shard with its offset, dtype and the whole shape, or none if the part is
+        empty.
+        """
         return [
             WriteItem(
                 MetadataIndex(fqn, self.offset),
@@ -95,7 +100,9 @@ class PartialTensor(Tensor):
         return [ChunkStorageMetadata(self.offset, self.shape)] if self.numel() else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return this part as a plain tensor that shares its memory."""
+        """Return this part as a plain tensor that shares its memory; `index` is not used, since a
+        rank has one part.
+        """
         return self.as_subclass(Tensor)
 
 
@@ -114,12 +121,13 @@ def save_checkpoint(
     folder: Path, state: CheckpointState, tensors: dict[str, Tensor], rank: int
 ) -> None:
     """Write `state` and this rank's `tensors` as a checkpoint into `folder`; all ranks must call it
-    together. It is written as `step-N.part` and renamed to `step-N` when it is complete; only the
+    together. It is written as `step-N.part` (`state.json`, `tensors.json`, `rank-N.bin`) and
+    renamed by rank 0 to `step-N` when it is complete, which other ranks do not wait for; only the
     last two complete ones are kept.
 
     Raises OSError on every rank if one of them cannot write its tensors or the index, with the
-    errno of the first cause; the partial folder is then deleted. If rank 0 cannot create the folder
-    or `state.json`, it alone raises OSError.
+    errno of the first cause; the partial folder is then deleted. If rank 0 cannot create the
+    folder, write `state.json` or rename at the end, it alone raises OSError.
     """
     part_folder = (
         folder
@@ -167,7 +175,9 @@ def load_checkpoint(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _find_first_cause(error: CheckpointException) -> BaseException:
-    """Return the exception of the lowest rank that failed in DCP's save or load."""
+    """Return the exception that the lowest rank of those that failed in DCP's save or load met
+    there.
+    """
     rank = min(error.failures)
     return error.failures[rank][0]
 
@@ -186,22 +196,28 @@ def _make_write_error(step: int, cause: BaseException) -> OSError:
 
 
 def _wait_for_ranks() -> None:
-    """Wait until all ranks are here; do nothing without torch.distributed."""
+    """Wait until all ranks are here (a barrier of torch.distributed); return at once if that is not
+    initialized, which is so with one process.
+    """
     if dist.is_initialized():
         dist.barrier()
 
 
 @contextmanager
 def _ignore_single_process_warning() -> Iterator[None]:
-    """Ignore DCP's warning that torch.distributed is disabled (for one process)."""
+    """Ignore, inside the context, DCP's warning that torch.distributed is disabled, which it gives
+    for one process; other warnings are shown.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
 class CheckpointWriter(StorageWriter):
-    """DCP's storage writer: each rank writes its tensors as plain bytes to `rank-N.bin` in the
-    folder, which must exist, and the coordinator (rank 0) writes the index `tensors.json`.
+    """The storage writer of PyTorch's distributed checkpoint (DCP) for a `folder`, which must
+    exist: `write_data` writes this rank's tensors as plain bytes to `rank-N.bin`, which must not
+    exist, and `finish`, called on the coordinator (rank 0) alone, writes the index `tensors.json`.
+    `save_checkpoint` makes it; DCP calls its methods.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -217,7 +233,9 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans of all ranks, each with the number of its rank as `storage_data`."""
+        """Return the save plans of all ranks, in the order of ranks, as copies with the number of
+        the rank as `storage_data`, by which `write_data` names its file.
+        """
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -287,8 +305,12 @@ class CheckpointWriter(StorageWriter):
 
 
 class CheckpointReader(StorageReader):
-    """DCP's storage reader for a folder that `CheckpointWriter` wrote: `check_tensors` compares
-    names, shapes and dtypes, `read_data` reads chunks and checks their CRC-32.
+    """The storage reader of PyTorch's distributed checkpoint (DCP) for a folder `path` that
+    `CheckpointWriter` wrote; `load_checkpoint` makes it. Constructing it reads and checks
+    `tensors.json` into `index`. `check_tensors` compares names, shapes and dtypes with a model's
+    tensors, `read_metadata` gives DCP the index and fills `chunks` (where each chunk's bytes lie),
+    `read_data` copies chunks into the planner's tensors and checks their CRC-32. All raise
+    RequestError for what is damaged or does not match.
     """
 
     def __init__(self, path: Path) -> None:

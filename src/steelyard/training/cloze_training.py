@@ -35,11 +35,14 @@ from steelyard.training.trainer import Trainer
 
 class ClozeBatches:
     """Makes a replica's micro-batches of cloze samples on a torch device (the loop's
-    `MicroBatchMaker`).
+    `MicroBatchMaker`): `split_keys`, `pack` (a `FilledPack`), `to_device` (a `ClozeMicroBatch`),
+    `count_targets` (samples) and `seed`.
 
-    `padding` returns how many padding tokens an engine computes for a pack; None: none. With
-    `fills_buckets` micro-batches are padded up to a few sizes (`buckets`, size_buckets.py), unless
-    the largest of the pass has more than `MAX_FILLED_TOKENS` tokens.
+    `padding(pack)` returns how many padding tokens an engine computes for a pack; None: none. With
+    `fills_buckets` micro-batches are padded up to a few sizes (`buckets`, a `SizeBuckets`, else
+    None), so that recorded graphs can be replayed, unless the largest of the pass has more than
+    `MAX_FILLED_TOKENS` tokens. `pick_one_per_bucket` and `pick_largest` return sample keys to warm
+    up with, `micro_batches` those of all steps with their sizes.
     """
 
     def __init__(
@@ -48,6 +51,9 @@ class ClozeBatches:
         padding: Callable[[ClozePack], int] | None = None,
         fills_buckets: bool = False,
     ) -> None:
+        """Store the arguments; nothing is measured or padded yet. `padding` and `fills_buckets` are
+        described at the class. `sizes` caches the sizes of samples by key.
+        """
         self.job, self.padding, self.fills_buckets = job, padding, fills_buckets
         self.rows: ClozeDataset = job.inputs
         self.device: torch.device = job.device.torch_device
@@ -65,8 +71,9 @@ class ClozeBatches:
 
     @cached_property
     def micro_batches(self) -> list[tuple[list[RowKey], ClozeSize]]:
-        """Return (sample keys, size) of every micro-batch of this replica in all steps of the run;
-        computed once.
+        """Return (sample keys, size) of every micro-batch of this replica in all steps of the run,
+        which `job.steps` may cut; sizes are without padding. Computed once, by measuring every
+        sample.
         """
         steps = range(self.job.train.steps if self.job.steps is None else self.job.steps)
         return [
@@ -142,7 +149,9 @@ class ClozeBatches:
         return send_cloze_batch(pack.pack, self.device, pack.bucket)
 
     def count_targets(self, pack: FilledPack) -> int:
-        """Return the number of samples: the loss of a step is the mean over samples."""
+        """Return the number of samples of a packed micro-batch: the loss of a cloze step is the
+        mean over samples.
+        """
         return pack.counts["samples"]
 
     def seed(self, step: int) -> None:
@@ -157,15 +166,21 @@ class ClozeBatches:
 
 class ClozeAccuracy:
     """Evaluates which candidate the model scores highest for every held-out query (the loop's
-    `TrainingEvaluation`): in passes `before` and `after`, and in `train` after every
-    `train.evaluate_every` samples.
+    `TrainingEvaluation`): once in passes `before` and `after`, and in `train` after every
+    `train.evaluate_every` samples (None: not) and after the last step if the run is not cut short
+    by `job.steps`.
 
     Held-out queries are divided over replicas; hits are summed over all, so that they stop at the
-    same step. `reached` is true when the last evaluation was in pass `train` and reached the gate's
-    target. `evaluations` has those of each pass.
+    same step. `target` is the accuracy that ends training (0 to 1; None without a target gate),
+    `reached` whether the last evaluation was in pass `train` and reached it. `evaluations` has by
+    pass a list of dicts: `step`, `samples` trained on and this replica's `choices`.
     """
 
     def __init__(self, job: Job, trainer: Trainer) -> None:
+        """Store the job and the trainer that computes scores. `target` is the `reach` of the case's
+        gate if that is a target gate, else None; `batch_samples` is the size of the first global
+        batch. Raises ValueError if the case does not train.
+        """
         self.job, self.trainer, self.train, gate = job, trainer, job.train, job.case.gate
         self.rows: ClozeDataset = job.inputs
         self.device: torch.device = job.device.torch_device

@@ -59,9 +59,14 @@ def set_gradient_sync(module: nn.Module, sharding: FsdpLevel, last: bool) -> Non
 
 
 class FsdpPlacement(SingleDevicePlacement):
-    """Replicas that divide the model by FSDP (the modules in `model.fsdp_roots`), and exchange
-    weights and gradients inside forward and backward; only losses and counts are summed separately,
-    by collective calls that all replicas make together.
+    """Replicas that divide the model among them by FSDP2 (a `SingleDevicePlacement` for a
+    `Trainer`): they exchange weights and gradients inside forward and backward, so
+    `exchanges_separately` is false and all must have equally many micro-batches. Only losses and
+    counts are summed separately. `model.fsdp_roots` must have been sharded by `shard_modules`
+    already; `backward` says to them when to reduce.
+
+    `group` is the replicas' process group, `sharding` the ZeRO level (1, 2 or 3; else ValueError),
+    `loss_dtype` that of the matmuls, at least fp32.
     """
 
     def __init__(
@@ -76,12 +81,16 @@ class FsdpPlacement(SingleDevicePlacement):
         self.loss_dtype = torch.promote_types(matmul_dtype, torch.float32)
 
     def attach(self, model: TrainableModel, optimizer: MixedPrecisionAdamW) -> None:
-        """Initialize the optimizer's loss scale, which a replica without a loss needs too."""
+        """Initialize the optimizer's fp16 loss scale by scaling a zero, which a replica of an FSDP
+        model that has no loss in a step needs too. `model` is not used.
+        """
         # a replica without a loss needs the loss scale too
         optimizer.scale(torch.zeros((), device=self.device))
 
     def start_losses(self) -> list[Tensor]:
-        """Return one zero, for a replica without a loss in a step."""
+        """Return the list that a step's losses are appended to, with one zero on the device
+        (`loss_dtype`), for a replica without a loss in a step.
+        """
         return [torch.zeros((), dtype=self.loss_dtype, device=self.device)]
 
     def backward(self, model: TrainableModel, micros: list[Any], weigh: WeighLoss) -> None:
@@ -95,11 +104,15 @@ class FsdpPlacement(SingleDevicePlacement):
             weigh(model.loss(micro)).backward()  # type: ignore[no-untyped-call]
 
     def reduce(self, loss: Tensor) -> Tensor:
-        """Return the loss summed over replicas, in place; gradients are summed already."""
+        """Sum the loss over replicas in place and return it; FSDP has summed the gradients in
+        `backward` already. All replicas call it together.
+        """
         return self.sum_over_replicas(loss)
 
     def sum_over_replicas(self, count: Tensor) -> Tensor:
-        """Sum a count over replicas in place, and return it; all replicas call it together."""
+        """Sum a tensor (a count) over the replicas of `group` in place, and return it; all replicas
+        call it together.
+        """
         dist.all_reduce(count, group=self.group)
         return count
 

@@ -39,9 +39,15 @@ NO_ANSWER = -1  # value of `right` for samples that are scored and not trained o
 
 @dataclass(frozen=True)
 class ClozeMicroBatch:
-    """The tensors of a micro-batch of cloze samples on the device: `tokens`, `positions` and
-    `blocks` (GLM's second positions) of all contexts and then all spans, with their `layout`. S is
-    the number of tokens of all spans, with padding. Made by `send_cloze_batch`.
+    """The tensors of a micro-batch of cloze samples on the device; made by `send_cloze_batch`.
+    `tokens`, `positions` and `blocks` (GLM's second positions) have one entry per token, all
+    contexts and then all spans (a candidate's tokens), whose ends are in `layout`.
+
+    S is the number of span tokens, with padding: `targets` and `span_of_token` [S] have each one's
+    target token and span number. `spans_of_sample` [samples, most candidates] has the span numbers
+    of a sample's candidates; the number of spans stands for none. `right` [samples] is the index of
+    the right candidate, or NO_ANSWER (-1). `list_tensors` returns all tensors that a forward reads,
+    `replay_key` is equal for micro-batches that one recorded graph serves.
     """
 
     tokens: Tensor
@@ -83,8 +89,11 @@ class LogProbComputation:
     """How an engine computes the log-probabilities of the spans' target tokens; made by the
     engine's `MakeComputation`.
 
-    `log_probs(micro_batch, dropout)` returns them as [S], in nats; `dropout` is the probability to
-    drop an element, 0 in evaluations.
+    `log_probs(micro_batch, dropout)` returns them as [S] in nats; `dropout` is the probability to
+    drop an element, 0 in evaluations. `draw_random_numbers()`, called before every loss, draws new
+    numbers for the kernels' dropout (None: nothing to call). `recorder` records graphs of padded
+    micro-batches (None: none are recorded). `interleaved`: its attention kernel reads the layout's
+    interleaved tensors, not those of kernel `padded`.
     """
 
     log_probs: Callable[[ClozeMicroBatch, float], Tensor]
@@ -151,10 +160,11 @@ def get_glm_shape(job: Job) -> GlmModel:
 
 
 def choose_cloze_attention(job: Job) -> str:
-    """Return the attention kernel `tune.attention`, or for `auto` `packed` or else `flash`, if the
-    device has flash attention for this precision and head size, otherwise `padded`. Raises
-    RequestError for an unknown kernel, or for flash or packed where they cannot run with this
-    model, precision or device.
+    """Return the name of the attention kernel: `tune.attention` unless that is `auto`. For `auto`
+    it is `padded` if the device has no flash attention for this precision or the head size does not
+    fit it (a multiple of 8 up to 256), else `packed` if that can run, else `flash`. Raises
+    RequestError for an unknown kernel, flash with a head size that does not fit, or packed where it
+    cannot run; TypeError if the model is no GLM.
     """
     shape, kernel = get_glm_shape(job), job.case.tune.attention
     dim = shape.hidden // shape.heads
@@ -213,11 +223,14 @@ def check_glm_recompute(job: Job) -> None:
 
 
 class TrainedGlm(TrainableModel):
-    """A whole GLM on this rank's device, as a `Trainer` sees it (a TrainableModel). `module` is the
-    GLM after `build`, `computation` the engine's after `compile`.
+    """A whole GLM on this rank's device, as a `Trainer` sees it (a `TrainableModel`). `build` sets
+    `module`, the GLM, and `weights`, their source; `compile` sets `computation`, the engine's
+    `LogProbComputation`; `loss(micro)` is the summed cross-entropy of the samples over their
+    candidates with dropout, `evaluate(micro)` the candidates' scores without.
 
     `make_computation(module, gradient)` chooses how the engine computes log-probabilities;
-    `details` are the engine's own choices, for the record.
+    `details` are the engine's own choices, for the record. Constructing it raises TypeError if the
+    job's model is no GLM.
     """
 
     def __init__(
@@ -246,13 +259,17 @@ class TrainedGlm(TrainableModel):
         return master if master[0].dtype != self.module.word_embeddings.weight.dtype else None
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return all parameters of the model with their names."""
+        """Return (name, parameter) of all parameters of the GLM, each of which this rank updates.
+        Valid after `build`.
+        """
         return list(self.module.named_parameters())
 
     def compile(self, gradient: GradientOf) -> None:
-        """Make the engine's computation of log-probabilities (`computation`). If it can record
-        graphs, losses of padded micro-batches will be replayed from graphs. `gradient(parameter)`
-        returns the tensor that sums its gradient.
+        """Make the engine's computation of log-probabilities, and set `computation` and
+        `replayed_loss`. If it can record graphs, losses of padded micro-batches will be replayed
+        from them. Nothing is computed or recorded here: the first `loss` of each size is computed
+        without graphs, the second records them. `gradient(parameter)` returns the tensor that sums
+        its gradient.
         """
         self.computation = computation = self.make_computation(self.module, gradient)
         self.replayed_loss: ReplayedFunction[ClozeMicroBatch] | None = None
@@ -283,15 +300,16 @@ class TrainedGlm(TrainableModel):
         return self.replayed_loss(micro)
 
     def _loss(self, micro: ClozeMicroBatch) -> Tensor:
-        """Compute the summed loss of a micro-batch with dropout, in nats; this is the function that
-        graphs record.
+        """Return the summed cross-entropy, in nats, of a micro-batch's samples over their
+        candidates' scores, with dropout; samples without a right answer count 0. This is the
+        function that graphs record.
         """
         scores = compute_scores(self.computation.log_probs(micro, self.shape.dropout), micro)
         return F.cross_entropy(scores, micro.right, reduction="sum", ignore_index=NO_ANSWER)
 
     def details(self) -> dict[str, Any]:
-        """Return the engine's choices, with `graphs`, the number of recorded sizes, if graphs are
-        used.
+        """Return for the record the engine's choices, and, if graphs are used, `graphs`, for how
+        many sizes of micro-batches they have been recorded.
         """
         return (
             self.engine_details

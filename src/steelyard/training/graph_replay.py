@@ -19,12 +19,14 @@ Inputs = TypeVar("Inputs")
 
 
 class ReplayableGraph(Protocol):
-    """Recorded work of a device, such as a CUDA graph; `replay` launches it again. A
-    `GraphRecorder` makes it.
+    """Recorded work of a device, such as a CUDA graph (a protocol): `replay()` launches it again,
+    reading and writing the same memory as when it was recorded. A `GraphRecorder` makes it.
     """
 
     def replay(self) -> None:
-        """Launch the recorded work again."""
+        """Launch the recorded work again on the device, without waiting for it; it reads and writes
+        the memory that it was recorded with.
+        """
 
 
 # calls a function once, and returns what it launched as a graph
@@ -32,9 +34,11 @@ GraphRecorder = Callable[[Callable[[], None]], ReplayableGraph]
 
 
 class _GraphPair(Generic[Inputs]):
-    """The forward and backward graph of one size of micro-batch (`forward`, `backward`), with the
-    tensors that they use: `inputs`, a copy that they read, `loss`, which forward writes, and
-    `grad`, the gradient of the loss that backward reads.
+    """The recorded forward and backward graph of one size of micro-batch: `forward` and `backward`,
+    each with `replay()`, and the tensors that they use: `inputs`, a copy of a micro-batch that they
+    read, `loss`, which forward writes, and `grad`, the gradient of the loss that backward reads.
+    Constructing it records both; `ReplayedFunction` makes it, and copies new inputs into `inputs`
+    before a replay.
     """
 
     def __init__(
@@ -59,7 +63,9 @@ class _GraphPair(Generic[Inputs]):
             self.loss.copy_(pending_loss[0].detach())
 
         def backward() -> None:
-            """Run backward of the loss from the gradient in `self.grad`."""
+            """Run backward of the loss that `forward` kept, from the gradient in `self.grad`, and
+            let go of it; adds to the parameters' gradients.
+            """
             pending_loss.pop().backward(self.grad)  # type: ignore[no-untyped-call]
 
         self.forward, self.backward = recorder(forward), recorder(backward)
@@ -90,13 +96,15 @@ class _ReplayFunction(torch.autograd.Function):
 
 class ReplayedFunction(Generic[Inputs]):
     """A function from a micro-batch to its loss that is recorded as graphs for each size and then
-    replayed. The loss's `backward` adds to the gradients as usual.
+    replayed: call it with a micro-batch. The loss's `backward` adds to the gradients as usual, and
+    must run before the next call.
 
-    `tensors` returns the tensors that the function reads of its inputs; `key` is equal for inputs
-    whose tensors have equal shapes and which are equal in all else. The first micro-batch of a size
-    is computed without graphs, because kernels are compiled and loaded then, which cannot be
-    recorded; the second is recorded. All sizes should be met once before one is met again, since
-    recordings keep their memory.
+    `function` computes the loss, `recorder` records a call as a graph. `tensors(inputs)` returns
+    the tensors that the function reads of its inputs; `key(inputs)` is equal for inputs whose
+    tensors have equal shapes and which are equal in all else. The first micro-batch of a key is
+    computed without graphs, because kernels are compiled then; the second records. `graph_pairs`
+    has the graphs by key. All sizes should be met once before one is met again, since recordings
+    keep their memory.
     """
 
     def __init__(
@@ -106,6 +114,10 @@ class ReplayedFunction(Generic[Inputs]):
         tensors: Callable[[Inputs], list[Tensor]],
         key: Callable[[Inputs], Hashable],
     ) -> None:
+        """Store the arguments, which the class describes; nothing is computed or recorded yet.
+        `first_losses` will have the first loss of each key, `graph_pairs` its graphs, `anchor` a
+        dummy that makes autograd call a replay's backward.
+        """
         self.function, self.recorder, self.tensors, self.key = function, recorder, tensors, key
         self.first_losses: dict[Hashable, Tensor] = {}  # the first loss of each size
         self.graph_pairs: dict[Hashable, _GraphPair[Inputs]] = {}

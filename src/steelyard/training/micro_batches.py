@@ -12,9 +12,10 @@ from steelyard.training.packing import RowPack, RowPacker
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch of training rows on a torch device, laid end to end. `positions` are those in
-    each segment, `layout` says where segments begin, `pick` are the indices of tokens that have a
-    target, and `targets` their target tokens.
+    """A micro-batch of training rows on a torch device, laid end to end; made by `send_rows`.
+    `tokens` and `positions` (from 0 in each segment) are int64 [tokens], `layout` says where
+    segments begin, `pick` are the indices of tokens that have a target, and `targets` their target
+    tokens, both int64 [targets].
     """
 
     tokens: Tensor
@@ -37,9 +38,12 @@ def send_rows(pack: RowPack, length: int, device: torch.device) -> MicroBatch:
 
 class RowBatches(RowPacker):
     """Makes a replica's micro-batches of packed rows on a torch device (the loop's
-    `MicroBatchMaker`): a `RowPacker` with `to_device`, which returns a `MicroBatch`.
+    `MicroBatchMaker`): a `RowPacker`, which chooses the rows (`split_keys`) and packs them as host
+    arrays (`pack`), with `to_device`, which returns a `MicroBatch`.
     """
 
     def to_device(self, pack: RowPack) -> MicroBatch:
-        """Copy a micro-batch to the job's device, without waiting for it."""
+        """Copy packed rows to the job's torch device, without waiting for it, and return them as a
+        `MicroBatch`.
+        """
         return send_rows(pack, self.length, self.job.device.torch_device)

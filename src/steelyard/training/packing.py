@@ -18,9 +18,11 @@ TOKEN_MULTIPLE = 128  # tokens: matmul kernels work in tiles
 
 @dataclass(frozen=True)
 class RowPack:
-    """The rows of a micro-batch as host arrays, laid end to end. `positions` begin at 0 in each
-    segment, `segment_lengths` are the lengths of all segments, `targets` the target tokens at
-    `pick`; `counts` has tokens, samples, padded, logits, pairs and square.
+    """The rows of a micro-batch as int64 host arrays, laid end to end; made by `pack_rows`.
+    `tokens` and `positions` have one entry per token, positions beginning at 0 in each segment;
+    `segment_lengths` are the lengths of all segments, padding included; `pick` are the indices of
+    tokens that have a target, `targets` their target tokens. `counts` has tokens, samples, padded,
+    logits, pairs and square (`pack_rows`).
     """
 
     tokens: np.ndarray[Any, np.dtype[np.int64]]
@@ -59,7 +61,9 @@ def pack_rows(rows: list[TrainingRow]) -> RowPack:
 
 
 def _get_real_lengths(row: TrainingRow) -> tuple[int, ...]:
-    """Return the lengths of a row's segments that are not padding; padding is the last segment."""
+    """Return the lengths in tokens of a row's segments that are not padding: all, or all but the
+    last if the row has padding, which is its last segment.
+    """
     return row.lens if row.real == len(row.tokens) else row.lens[:-1]
 
 
@@ -85,19 +89,22 @@ def drop_padding(
 
 
 def _cut_padding(row: TrainingRow) -> TrainingRow:
-    """Return a row without its padding segment."""
+    """Return a copy of a row with padding without that, its last segment; `real` and `samples`
+    stay.
+    """
     return replace(
         row, tokens=row.tokens[: row.real], targets=row.targets[: row.real], lens=row.lens[:-1]
     )
 
 
 class RowPacker:
-    """Makes a replica's micro-batches of a task's training rows, as host arrays (`RowPack`);
-    subclasses add `to_device` and are the loop's `MicroBatchMaker`.
+    """Makes a replica's micro-batches of a task's training rows as host arrays: `split_keys`
+    chooses the rows, `pack` returns a `RowPack`, `count_targets` its target tokens, `seed` does
+    nothing. Subclasses add `to_device` and are the loop's `MicroBatchMaker`.
 
     With `padded` every row has its full length (`length` tokens) and missing rows are padding.
-    Otherwise rows are not padded, and only the tokens of a micro-batch are filled up to a multiple
-    of `token_multiple`.
+    Otherwise rows are not padded, and only the tokens of a micro-batch together are filled up to a
+    multiple of `token_multiple`.
     """
 
     def __init__(
@@ -133,11 +140,13 @@ class RowPacker:
         )
 
     def count_targets(self, pack: RowPack) -> int:
-        """Return the number of tokens with a target."""
+        """Return the number of tokens with a target in a packed micro-batch, which the loss is a
+        mean over.
+        """
         return len(pack.pick)
 
     def seed(self, step: int) -> None:
-        """Do nothing: there is no dropout in these models."""
+        """Do nothing: models that train on packed rows have no dropout."""
 
 
 def deal_keys(job: Job, keys: list[RowKey], size: int | None = None) -> list[list[RowKey]]:
@@ -146,7 +155,8 @@ def deal_keys(job: Job, keys: list[RowKey], size: int | None = None) -> list[lis
 
     `size` is the number of keys of a micro-batch. If it is None, there are as few micro-batches as
     `tune.micro_batch` allows, with rows spread evenly over them. All replicas have equally many
-    micro-batches; missing keys at the end are None.
+    micro-batches; missing keys at the end are None. For no keys returns an empty list, or raises
+    ZeroDivisionError without `size`.
     """
     replica, replicas = job.place.dp, job.plan.dp
     count = -(-len(keys) // (replicas * (size or job.case.tune.micro_batch)))

@@ -22,10 +22,13 @@ WeighLoss = Callable[[Tensor], Tensor]  # turns a summed loss into what `backwar
 
 
 class TrainableModel(ABC):
-    """A model that is trained, as far as this rank holds it: the interface between a `Trainer` and
-    an engine's model. `build` makes it, `compile` chooses what computes, `loss` and `evaluate`
-    compute; `named_parameters` are what this rank updates. What a micro-batch is, is between a
-    model and its batches.
+    """A model that is trained, as far as this rank holds it (an abstract class between a `Trainer`
+    and an engine's model). `build()` makes it with its weights, sets `weights` (their source), and
+    returns separate master weights or None; `named_parameters()` are (name, parameter) pairs that
+    this rank updates; `compile(gradient)` chooses what computes; `loss(micro)` is the summed
+    cross-entropy in nats, `evaluate(micro)` what an evaluation reads; `list_variants(micro)` what
+    warm-up runs; `details()` a dict for the record. `fsdp_roots` are the outermost modules that
+    FSDP gathers, else empty. What a micro-batch is, is between a model and its batches.
     """
 
     weights: dict[str, Any]  # where they came from, for the record; set by `build`
@@ -40,7 +43,9 @@ class TrainableModel(ABC):
 
     @abstractmethod
     def named_parameters(self) -> Sequence[tuple[str, Tensor]]:
-        """Return the trained parameters that this rank updates, with their names."""
+        """Return (name, parameter) of the trained parameters that this rank updates, always in the
+        same order; names are those in a checkpoint.
+        """
 
     @abstractmethod
     def compile(self, gradient: GradientOf) -> None:
@@ -50,7 +55,9 @@ class TrainableModel(ABC):
 
     @abstractmethod
     def loss(self, micro: Any) -> Tensor:
-        """Return the summed cross-entropy of a micro-batch, in nats."""
+        """Return the summed cross-entropy of a micro-batch in nats, a tensor on the device with
+        gradients; not divided by the number of targets.
+        """
 
     def evaluate(self, micro: Any) -> Tensor:
         """Return what an evaluation reads of a micro-batch: its summed loss, unless a subclass
@@ -66,13 +73,20 @@ class TrainableModel(ABC):
 
     @abstractmethod
     def details(self) -> dict[str, Any]:
-        """Return what the model chose by itself, for the record."""
+        """Return what the model chose by itself, such as its kernels, as a JSON-able dict for the
+        record.
+        """
 
 
 class SingleDevicePlacement:
-    """A model on one device: runs backward passes without exchange. Other placements subclass this
-    one, and override where the ranks of their plan exchange data in a step (`backward`, `reduce`,
-    `sum_over_replicas`, `compute_norm`, `send_updates`). A `Trainer` calls it.
+    """A model on one device, without any exchange: how a `Trainer` runs a step. Other placements
+    subclass it, and override where the ranks of their plan exchange data: `backward(model, micros,
+    weigh)`, `reduce(loss)`, `sum_over_replicas(count)`, `compute_norm(grads, overflows)`,
+    `send_updates()`; also `attach`, `start_losses`, `evaluate` and `to_checkpoint_tensors`.
+
+    `lockstep`: replicas have micro-batches of equal sizes, so that they can exchange while warming
+    up. `exchanges_separately`: ranks exchange only in `sum_over_replicas` and `reduce`, so that its
+    time can be measured (here False).
     """
 
     # replicas have micro-batches of equal sizes, so that they can exchange data while warming up
@@ -82,16 +96,20 @@ class SingleDevicePlacement:
     exchanges_separately = False
 
     def attach(self, model: TrainableModel, optimizer: MixedPrecisionAdamW) -> None:
-        """Prepare the optimizer's gradients for the sums over ranks; here nothing."""
+        """Prepare the optimizer's gradients for the sums over ranks; a placement on one device does
+        nothing.
+        """
 
     def start_losses(self) -> list[Tensor]:
-        """Return the list that a step's losses are appended to: one zero on ranks that may have no
-        micro-batch, here empty.
+        """Return the list that a step's losses are appended to: one zero in placements whose ranks
+        may have no micro-batch, an empty list in this one, of one device.
         """
         return []
 
     def evaluate(self, model: TrainableModel, micro: Any) -> Tensor:
-        """Return what an evaluation reads of a micro-batch."""
+        """Return what an evaluation reads of a micro-batch, the model's `evaluate`: a summed loss
+        in nats, or scores. Gradients are switched off by the caller.
+        """
         return model.evaluate(micro)
 
     def backward(self, model: TrainableModel, micros: list[Any], weigh: WeighLoss) -> None:
@@ -103,36 +121,41 @@ class SingleDevicePlacement:
 
     def reduce(self, loss: Tensor) -> Tensor:
         """Sum the gradients over replicas in place, and return the step's loss summed over
-        replicas; here the loss itself.
+        replicas; this placement, of one device, returns the loss itself and changes nothing.
         """
         return loss
 
     def sum_over_replicas(self, count: Tensor) -> Tensor:
-        """Return a count summed over replicas (in place); here the count itself."""
+        """Return a count (a tensor) summed over replicas in place; this placement, of one device,
+        returns the count itself.
+        """
         return count
 
     def compute_norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
-        """Return the 2-norm of all gradients of all ranks. `overflows` are fp16's overflow flags,
-        which placements on several ranks may have to agree on.
+        """Return the 2-norm of all gradients of all ranks, a tensor on the device; in this
+        placement those of one device. `overflows` are fp16's overflow flags, which placements on
+        several ranks may have to agree on; here not used.
         """
         return compute_total_norm(grads, overflows)
 
     def send_updates(self) -> None:
         """Send the weights that the optimizer has changed on this rank to the ranks that need them;
-        here nothing.
+        this placement, of one device, does nothing.
         """
 
     def to_checkpoint_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the optimizer's tensors as they are named and divided in a checkpoint; here
-        unchanged.
+        """Return the optimizer's tensors (by name) as they are named and divided in a checkpoint;
+        this placement, of one device, returns them unchanged.
         """
         return state
 
 
 class ReplicatedPlacement(SingleDevicePlacement):
     """Replicas that each hold the whole model, one rank each, and may have no samples in a step;
-    also one alone. Gradients lie in a few long tensors (`buckets`), which `reduce` all-reduces over
-    all ranks once a step.
+    also one alone (a `SingleDevicePlacement` for a `Trainer`). All gradients are views of a few
+    long tensors (`buckets`, set by `attach`), which `reduce` all-reduces over all ranks once a
+    step. With several `replicas`, `exchanges_separately` is true; `lockstep` is false: they do not
+    exchange data while warming up. `loss_dtype` is the matmuls' dtype, at least fp32.
     """
 
     lockstep = False
@@ -153,7 +176,9 @@ class ReplicatedPlacement(SingleDevicePlacement):
         optimizer.scale(torch.zeros((), device=self.device))
 
     def start_losses(self) -> list[Tensor]:
-        """Return one zero, since a replica may have no samples in a step."""
+        """Return the list that a step's losses are appended to, with one zero on the device
+        (`loss_dtype`), since a replica may have no samples in a step.
+        """
         return [torch.zeros((), dtype=self.loss_dtype, device=self.device)]
 
     def reduce(self, loss: Tensor) -> Tensor:

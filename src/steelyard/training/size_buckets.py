@@ -25,9 +25,11 @@ FILLER_TOKENS = 128  # at most, of a context that is padding
 
 @dataclass(frozen=True)
 class ClozeSize:
-    """How large one or several cloze samples are when computed in one micro-batch: the counts of
-    tokens, logits (tokens of spans), contexts, spans (one per candidate) and samples, and the
-    longest rows. Used to choose a `SizeBucket`.
+    """How large one or several cloze samples are in one micro-batch: numbers of `tokens`, `logits`
+    (tokens of spans), `contexts`, `spans` (one per candidate) and `samples`; `candidates`, the most
+    of one sample; `longest`, the tokens of the longest context, of all spans of a context, and of a
+    span; `longest_row`, the tokens of the longest context with its spans. Made by `measure_sample`
+    and `combine_sizes`, used to choose a `SizeBucket`.
     """
 
     tokens: int
@@ -87,9 +89,10 @@ def combine_sizes(
 
 @dataclass(frozen=True)
 class SizeBucket:
-    """The size that a micro-batch of cloze samples is padded to: its tokens, samples, most
-    candidates of a sample, and the capacity of its layout. Micro-batches of one bucket have tensors
-    of equal shapes.
+    """A size that micro-batches of cloze samples are padded to, so that those of one bucket have
+    tensors of equal shapes: `tokens` in all, `samples` (not padded), `candidates`, the slots of
+    each sample, and `capacity`, the sizes of the layout (span tokens, contexts, spans, longest
+    lengths). Made by `SizeBuckets.find_bucket`.
     """
 
     tokens: int
@@ -114,9 +117,10 @@ class FilledPack:
 
 
 class SizeBuckets:
-    """The buckets of all micro-batches of a pass: `find_bucket` rounds a size up. Buckets differ in
-    their number of tokens (multiples of `token_multiple`) and of samples only; their capacity for
-    logits, contexts, spans and candidates is that of the largest.
+    """The padded sizes (buckets) of all micro-batches of a pass, chosen from their sizes on
+    construction: `find_bucket(size)` rounds a size up to its `SizeBucket`. Buckets differ in their
+    number of tokens (multiples of `token_multiple`) and of samples only; `capacity` (for span
+    tokens, contexts and spans) and `candidates` are those of the largest micro-batch, for all.
     """
 
     def __init__(self, sizes: Iterable[ClozeSize]) -> None:
@@ -142,11 +146,14 @@ class SizeBuckets:
         self.candidates = largest.candidates
 
     def _round_up_tokens(self, size: ClozeSize) -> int:
-        """Return the tokens of a size, rounded up to `token_multiple`."""
+        """Return the number of tokens of a size, rounded up to a multiple of `token_multiple`."""
         return -(-size.tokens // self.token_multiple) * self.token_multiple
 
     def find_bucket(self, size: ClozeSize) -> SizeBucket:
-        """Return the bucket of a micro-batch of the pass."""
+        """Return the bucket of a micro-batch of the pass: its tokens rounded up to
+        `token_multiple`, its own number of samples, and the capacity and candidates that all
+        buckets share. Sizes that were not among those of the construction are not refused.
+        """
         return SizeBucket(self._round_up_tokens(size), size.samples, self.candidates, self.capacity)
 
 

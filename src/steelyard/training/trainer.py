@@ -19,9 +19,11 @@ from steelyard.training.placement import SingleDevicePlacement, TrainableModel
 
 
 class TorchLearner(ABC):
-    """The part of a learner that all torch engines share: `fetch` copies losses to the host, `save`
-    and `load` write and load checkpoints of the tensors that a subclass lists (`list_state`) and
-    continues from (`restore`).
+    """The part of a learner that all torch engines share (an abstract class). `fetch(loss)` copies
+    a loss to the host without waiting, `save(folder, state)` writes a checkpoint `step-N` and
+    `load(path, scalars)` loads one; both are called by all ranks together. A subclass supplies
+    `list_state()`, the tensors that a checkpoint stores by name, and `restore(scalars)`, which
+    continues after they were filled in place. `job` is the engine's job.
     """
 
     job: Job
@@ -50,7 +52,7 @@ class TorchLearner(ABC):
         event.record()
 
         def wait_for_loss() -> float:
-            """Wait for the copy of the loss, and return it."""
+            """Wait until the loss has been copied to the host, and return it as a float."""
             event.synchronize()
             return float(host_loss)
 
@@ -73,9 +75,13 @@ class TorchLearner(ABC):
 
 
 class Trainer(TorchLearner):
-    """Trains a model under a placement with `MixedPrecisionAdamW`: the `Learner` of the training
-    loop for engines torch and transformers. `prepare` builds the model and creates `optimizer`.
-    Ranks exchange data where the placement says.
+    """Trains `model` (a `TrainableModel`) under `placement`, which says where ranks exchange data,
+    with a `MixedPrecisionAdamW`: the `Learner` of the training loop for engines torch, transformers
+    and reference.
+
+    `prepare` builds the model and creates `optimizer`; `backward`, `reduce` and `update` make a
+    step, `compute_gradients` is the first two; `evaluate` computes without gradients; `list_state`,
+    `read_scalars` and `restore` are for checkpoints, which `TorchLearner` writes and loads.
     """
 
     def __init__(self, job: Job, model: TrainableModel, placement: SingleDevicePlacement) -> None:
@@ -133,14 +139,16 @@ class Trainer(TorchLearner):
 
     def backward(self, micros: list[Any], targets: Tensor) -> Tensor:
         """Run forward and backward of a step's micro-batches, and return this replica's part of the
-        mean loss Σ loss / targets, a tensor on the device; `targets` is their number over all
-        replicas. Ranks exchange data in it unless `exchanges_separately` or there is one.
+        mean loss Σ loss / targets, a tensor on the device. `targets` is their number over all
+        replicas (tokens, or samples of a cloze). Gradients are added to those that are there. Ranks
+        exchange data in it unless `exchanges_separately` or there is one.
         """
         losses = self.placement.start_losses()
 
         def weigh(nll: Tensor) -> Tensor:
-            """Divide a micro-batch's summed loss by the targets of the step, append it to the
-            step's losses, and return it multiplied by the loss scale, for `backward`.
+            """Divide a micro-batch's summed loss by `targets`, the step's targets of all replicas
+            (tokens, or samples of a cloze), append the quotient to the step's losses, detached, and
+            return it multiplied by the fp16 loss scale, for `backward`.
             """
             loss = nll / targets
             losses.append(loss.detach())
@@ -150,7 +158,9 @@ class Trainer(TorchLearner):
         return torch.stack(losses).sum()
 
     def reduce(self, loss: Tensor) -> Tensor:
-        """Sum gradients and the loss over replicas, and return the loss."""
+        """Sum gradients and the loss over replicas, where the placement did not in `backward`, and
+        return the loss: the mean over the targets of all replicas. All ranks call it together.
+        """
         return self.placement.reduce(loss)
 
     def update(self, lr: float) -> Tensor:
@@ -194,5 +204,7 @@ class Trainer(TorchLearner):
         self.placement.send_updates()
 
     def details(self) -> dict[str, Any]:
-        """Return the model's choices and what the optimizer holds, for the record."""
+        """Return for the record the model's choices (its `details`), and how many elements of which
+        dtypes this rank holds (the optimizer's `details`).
+        """
         return {**self.model.details(), **self.optimizer.details()}

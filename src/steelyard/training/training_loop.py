@@ -33,21 +33,32 @@ PendingLoss = Callable[[], float]  # waits for a loss that is being copied to th
 
 
 class TrainedModel(Protocol):
-    """A model, as far as the training loop knows one: `weights`, their source for the record."""
+    """What the training loop knows of a learner's model (a protocol): the attribute `weights`, a
+    JSON-able dict that says where the weights came from, for the record. The loop reads it, and
+    replaces it by the checkpoint's when a run is resumed.
+    """
 
     weights: dict[str, Any]  # where they came from, for the record
 
 
 class Learner(Protocol):
-    """What is trained: a model on its devices, and an optimizer. The loop calls `prepare` and
-    `warm_up` before the first pass, then in each step, on all ranks, `sum_over_replicas`,
-    `backward`, `reduce`, `update` and `fetch`; evaluations call `evaluate`. `Trainer` (trainer.py)
-    is the one of most torch engines.
+    """What the training loop trains (a protocol): a model on this rank's device, and an optimizer;
+    tensors are of the learner's own framework.
+
+    `prepare(part)` builds the model and loads weights, `warm_up(micro)` compiles kernels without an
+    update. In each step all ranks call `sum_over_replicas(number)`, `backward(micros, targets)`
+    (this replica's part of the mean loss), `reduce(loss)` (gradients and loss summed over
+    replicas), `update(lr)` (the gradients' norm) and `fetch(loss)` (a float, or a function that
+    waits for it). `evaluate(micro)` returns a summed loss or scores, `details()` a dict for the
+    record. `model` has `weights`, `exchanges_separately` is a bool. `Trainer` (trainer.py) is the
+    one of most torch engines.
     """
 
     @property
     def model(self) -> TrainedModel:
-        """Return the model; the loop reads and sets its `weights`."""
+        """Return the learner's model; the loop reads its `weights`, their source, and sets it when
+        a run is resumed. Valid after `prepare`.
+        """
 
     @property
     def exchanges_separately(self) -> bool:
@@ -69,7 +80,9 @@ class Learner(Protocol):
         """Return what an evaluation reads of a micro-batch: its summed loss in nats, or scores."""
 
     def sum_over_replicas(self, number: int) -> Tensor:
-        """Return a count of this rank summed over all replicas, on the device."""
+        """Return a count of this rank summed over all replicas, as a tensor of one element on the
+        device. All ranks call it together.
+        """
 
     def backward(self, micros: list[Any], targets: Tensor) -> Tensor:
         """Run forward and backward of a step's micro-batches: gradients of Σ loss / targets are
@@ -78,11 +91,14 @@ class Learner(Protocol):
         """
 
     def reduce(self, loss: Tensor) -> Tensor:
-        """Sum the gradients over replicas, and return the step's loss summed likewise."""
+        """Sum the gradients over replicas, where `backward` has not, and return the step's loss
+        summed likewise: the mean over the targets of all replicas. All ranks call it together.
+        """
 
     def update(self, lr: float) -> Tensor:
-        """Clip the gradients, update the weights and zero the gradients. Return the gradients' norm
-        before clipping.
+        """Clip the gradients to the case's norm, update the weights with this learning rate and
+        zero the gradients. Return the gradients' norm before clipping, a tensor on the device or a
+        float. All ranks call it together.
         """
 
     def fetch(self, loss: Tensor) -> "float | PendingLoss":
@@ -91,32 +107,44 @@ class Learner(Protocol):
         """
 
     def details(self) -> dict[str, Any]:
-        """Return what the learner chose by itself, for the record."""
+        """Return what the learner chose by itself (kernels, dtypes, numbers of elements) as a
+        JSON-able dict for the record.
+        """
 
 
 @runtime_checkable
 class CheckpointingLearner(Protocol):
-    """What a learner has beside `Learner` if it can write and load checkpoints: `read_scalars`,
-    `save` and `load`, which all ranks call together. The loop tests for it with isinstance.
+    """What a learner has beside `Learner` if it can write and load checkpoints (a protocol that the
+    loop tests for with isinstance); all ranks call each of these together. `read_scalars()` returns
+    the optimizer's `OptimizerScalars`, `save(folder, state)` writes `step-N` below `folder`,
+    `load(path, scalars)` fills model and optimizer from the checkpoint folder `path`.
     """
 
     def read_scalars(self) -> OptimizerScalars:
-        """Return what the optimizer stores beside tensors; the same on all ranks."""
+        """Return what the optimizer stores beside tensors: its number of updates and, in fp16, the
+        loss scale with its growth counter; the same on all ranks.
+        """
 
     def save(self, folder: Path, state: CheckpointState) -> None:
-        """Write a checkpoint into `folder`; all ranks call it together."""
+        """Write this learner's tensors and `state` as the checkpoint `step-N` (N is `state.step`)
+        into `folder`, the run's folder of checkpoints; all ranks call it together.
+        """
 
     def load(self, path: Path, scalars: OptimizerScalars) -> None:
-        """Load all tensors of the checkpoint `path` and continue from them and these scalars; all
-        ranks call it together.
+        """Load all tensors of the checkpoint folder `path` (a `step-N`) into model and optimizer,
+        and continue from them and these scalars; all ranks call it together.
         """
 
 
 class MicroBatchMaker(Protocol):
-    """Makes a replica's micro-batches from the keys of a task's rows: `split_keys` divides a global
-    batch, `pack` makes host arrays (in another thread), `to_device` copies them, `count_targets`
-    counts what the loss is a mean over, `seed` seeds a step. What a micro-batch is, is between this
-    and the model.
+    """Makes a replica's micro-batches from the keys of a task's rows or samples (a protocol); what
+    a micro-batch is, is between this and the model.
+
+    `split_keys(keys, size)` returns the keys of each of this replica's micro-batches of a global
+    batch, `pack(keys)` makes host arrays with a dict `counts` (called in another thread),
+    `to_device(pack)` copies them, `count_targets(pack)` returns the number that the loss is a mean
+    over (target tokens, or samples of a cloze), and `seed(step)` seeds random numbers.
+    `RowBatches`, `PaddleBatches` and `ClozeBatches` implement it.
     """
 
     def split_keys(self, keys: list[RowKey], size: int | None = None) -> list[list[RowKey]]:
@@ -125,14 +153,18 @@ class MicroBatchMaker(Protocol):
         """
 
     def pack(self, keys: list[RowKey]) -> Any:
-        """Return a micro-batch as arrays on the host, with `counts`. Called from another thread."""
+        """Return the rows of one micro-batch as arrays on the host, an object with a dict `counts`
+        (`COUNT_NAMES`). `keys` are one list of `split_keys`. The loop calls it from another thread.
+        """
 
     def to_device(self, pack: Any) -> Any:
-        """Return a packed micro-batch on the device."""
+        """Return a packed micro-batch as tensors on this rank's device, as the learner's model
+        takes it.
+        """
 
     def count_targets(self, pack: Any) -> int:
-        """Return how many targets a packed micro-batch has: what the loss of a step is the mean
-        over.
+        """Return how many targets a packed micro-batch has, over which the loss of a step is the
+        mean: target tokens, or samples of a cloze.
         """
 
     def seed(self, step: int) -> None:
@@ -142,25 +174,32 @@ class MicroBatchMaker(Protocol):
 
 
 class TrainingEvaluation(Protocol):
-    """What passes `before` and `after` do, and pass `train` between its steps if `is_due`: `work`
-    runs one evaluation, `outputs` returns the results of a pass. It does not change the weights.
-    `name` is the name of the pass, `steps_taken` the number of steps that have been trained.
-    `HeldOutLoss` and `ClozeAccuracy` implement it.
+    """What passes `before` and `after` do, and pass `train` between its steps (a protocol); it does
+    not change the weights. `HeldOutLoss` and `ClozeAccuracy` implement it.
+
+    `is_due(steps_taken)` says whether `train` evaluates now, `count_work_items()` how many `Work`
+    items one evaluation yields, `work(name, steps_taken)` runs one and yields `Phase` and `Work`
+    marks, `outputs(name)` returns a pass's results as a JSON-able dict. `name` is that of the pass,
+    `steps_taken` the number of steps trained so far. `reached` is true once the target that ends
+    training was reached.
     """
 
     reached: bool  # the target that ends training was reached
 
     def is_due(self, steps_taken: int) -> bool:
-        """Return whether pass `train` evaluates after so many steps."""
+        """Return whether pass `train` evaluates after `steps_taken` steps."""
 
     def count_work_items(self) -> int:
         """Return how many `Work` items one evaluation yields."""
 
     def work(self, name: str, steps_taken: int) -> Iterator[Phase | Work]:
-        """Run one evaluation as a generator of marks: `Phase` and `Work`."""
+        """Run one evaluation in pass `name`, of the weights as they are, as a generator of marks:
+        `Phase` where a phase begins, `Work` where a batch ends. May set `reached`; results are kept
+        for `outputs`.
+        """
 
     def outputs(self, name: str) -> dict[str, Any]:
-        """Return what the evaluations of a pass found, as JSON-able lists and dicts."""
+        """Return what the evaluations of pass `name` found on this replica, as a JSON-able dict."""
 
 
 def compute_learning_rate(train: Train, step: int) -> float:
@@ -179,11 +218,13 @@ def compute_learning_rate(train: Train, step: int) -> float:
 
 
 class LossWatch:
-    """Checks losses a few steps late, so that the host does not wait for the device, and remembers
-    in `stop` the first that is not finite or above `bound` (None: no bound): its step, why ("nan"
-    or "bound") and value. `stop` is None if there was none.
+    """Watches the losses of training steps for one that ends the run: not finite, or above `bound`
+    (None: no bound). `add(step, loss)` takes a loss, `has_bad_loss()` returns whether one was bad.
+    `stop` is None, or a dict about the first bad one: `step` (from 0), `why` ("nan" or "bound") and
+    `value` (None if not finite).
 
-    It is late by a fixed number of steps, so that all ranks see the same and stop at the same step.
+    Losses still being copied from the device are checked two steps late, so that the host does not
+    wait, and equally late on all ranks, so that all stop at the same step.
     """
 
     def __init__(self, bound: float | None) -> None:
@@ -211,7 +252,9 @@ class LossWatch:
         return self.stop is not None
 
     def _check_loss(self, step: int, loss: float) -> None:
-        """Set `stop` if this loss is not finite or above the bound, and no earlier one was."""
+        """Set `stop` to a dict of step, why and value if this loss is not finite ("nan") or above
+        the bound ("bound") and `stop` is still None.
+        """
         finite = math.isfinite(loss)
         if self.stop is None and (not finite or (self.bound is not None and loss > self.bound)):
             self.stop = {
@@ -222,9 +265,10 @@ class LossWatch:
 
 
 class HeldOutLoss:
-    """The evaluation of tasks with training rows (a TrainingEvaluation): the loss of held-out rows,
-    only in passes `before` and `after`. It ends no training: `reached` is always False. `losses`
-    has each pass's summed loss, on the device, and number of targets.
+    """The evaluation of tasks with training rows (a `TrainingEvaluation`): the summed loss of this
+    replica's held-out rows, in passes `before` and `after` only. `outputs(name)` returns `nll`, in
+    nats, and `targets`. It ends no training: `reached` is always False, and `is_due` too. `losses`
+    has by pass the summed loss, still on the device, and the number of target tokens.
     """
 
     reached = False
@@ -234,11 +278,13 @@ class HeldOutLoss:
         self.losses: dict[str, tuple[Tensor, int]] = {}
 
     def is_due(self, steps_taken: int) -> bool:
-        """Return False: pass `train` does not evaluate."""
+        """Return False: the held-out loss is not evaluated during pass `train`."""
         return False
 
     def count_work_items(self) -> int:
-        """Return this replica's number of held-out micro-batches, plus one for `score`."""
+        """Return how many `Work` items one evaluation of the held-out loss yields: this replica's
+        number of held-out micro-batches, plus one for phase `score`.
+        """
         return len(self._split_held_out()) + 1
 
     def _split_held_out(self) -> list[list[RowKey]]:
@@ -280,10 +326,15 @@ class HeldOutLoss:
 
 
 class TrainingLoop:
-    """The engine interface (engine/job.py) for training, which engines subclass with a learner, a
-    maker of micro-batches and an evaluation: passes `before`, `train` and `after`. One thread packs
-    the rows of the next step in the background. `losses` has the loss of every step, those before a
-    resumed checkpoint included.
+    """The engine interface (`Engine`, engine/job.py) for training, which engines subclass with a
+    learner (`trainer`), a maker of micro-batches (`batches`) and an `evaluation`: passes `before`,
+    `train` and `after`.
+
+    `prepare` builds, warms up and resumes, `total` and `work` run a pass as marks, `continue_pass`
+    yields more steps for profiling, `outputs` returns a pass's results, `details` and `weights` are
+    for the record. `steps` is the number of steps at the end of training, `first_step` how many of
+    them the resumed checkpoint has (else 0), `losses` the loss of every step so far, those before
+    the checkpoint included. One thread packs the rows of the next step in the background.
     """
 
     def __init__(
@@ -320,9 +371,11 @@ class TrainingLoop:
         self.is_prepared = True
 
     def _resume(self, path: Path) -> None:
-        """Continue from the checkpoint `path`: load its tensors and losses, start after its last
-        step, and take over its source of weights. Raises RequestError if it cannot be read, does
-        not match the model, or `--weights` names other weights than those that it began with.
+        """Continue from the checkpoint folder `path` (a `step-N`): read `state.json`, load the
+        tensors into the learner, and set `first_step`, `losses` and the model's source of weights
+        from it; all ranks call it together. Raises RequestError if it cannot be read, does not
+        match the model, or the case was given `--weights` that are not those that the checkpoint's
+        run began with.
         """
         state = checkpoint_folders.read_checkpoint_json(
             path / checkpoint_folders.STATE_FILE, CheckpointState
@@ -449,9 +502,11 @@ class TrainingLoop:
         self, step: int, batch: PackedStep, following: int
     ) -> Generator[Phase, None, tuple[PackedStep, Tensor, Work]]:
         """Train step `step` on `batch`, its rows as they are being packed in the background, and
-        start to pack those of step `following`. Yields the phases; returns (the batch of
-        `following`, the loss over all replicas, the `Work` with counts, loss, grad_norm, lr and row
-        keys), tensors on the device. All ranks run it together.
+        start to pack those of step `following`. Yields the phases and returns (the batch of
+        `following`, the loss, the step's `Work`). The loss is the mean over the targets of all
+        replicas, a tensor on the device; the `Work` has this replica's counts and row keys, and the
+        values loss, grad_norm (a tensor, or a float of some engines) and lr (a float). All ranks
+        run it together.
         """
         yield Phase("data")
         groups, packs = batch.result()
@@ -475,12 +530,13 @@ class TrainingLoop:
     def _compute_gradients(
         self, step: int, micros: list[Any], targets: int
     ) -> Generator[Phase, None, Tensor]:
-        """Run forward and backward of a step and sum gradients over replicas; return the loss of
-        the step, over all replicas. `targets` is the number of this replica's targets.
+        """Run forward and backward of a step and sum gradients over replicas; return the step's
+        loss, the mean over the targets of all replicas. `targets` is the number of this replica's
+        targets; they are summed over replicas here.
 
-        Phase `data` ends before ranks first wait for one another, so that it is each rank's own
-        under every plan. Waiting for other ranks' data is phase `meet`, which is not compute time.
-        If the learner exchanges separately, phase `exchange` is marked too.
+        Yields the phases: `meet` with several ranks, in which they wait for each other's data, so
+        that phase `data` is each rank's own and waiting is no compute time; then `compute`; and
+        `exchange` around `reduce` if the learner exchanges separately. All ranks run it together.
         """
         exchanges_separately = self.trainer.exchanges_separately
         if self.job.world > 1:
@@ -517,8 +573,8 @@ class TrainingLoop:
         )
 
     def _prefetch(self, step: int) -> PackedStep:
-        """Start to pack the batch of a step in the background; of the last step if there are no
-        more.
+        """Start to pack this replica's batch of a step in the background thread, and return its
+        future; for a step beyond the last, the batch of the last step.
         """
         return self.executor.submit(self._pack_step, step if step < self.steps else self.steps - 1)
 
@@ -530,9 +586,10 @@ class TrainingLoop:
         return groups, [self.batches.pack(group) for group in groups]
 
     def outputs(self, name: str) -> dict[str, Any]:
-        """Return what the evaluation found in the pass. For pass `train` also `stopped`: None, or a
-        dict with the step and why training ended early ("nan", "bound" or "target"); this waits for
-        all pending losses.
+        """Return the outputs of the evaluation in the pass. For pass `train` also `stopped`: None,
+        or a dict that says why training ended early: `why` "nan" or "bound" with `step` (from 0)
+        and `value` of the first bad loss (also one of the last steps, which ended nothing), or
+        "target" with `step`, the number of steps taken. Waits for all pending losses then.
         """
         outputs_of_evaluation = self.evaluation.outputs(name)
         if name != "train":
@@ -543,12 +600,15 @@ class TrainingLoop:
 
     @property
     def weights(self) -> dict[str, Any]:
-        """Return where the weights came from, for the record."""
+        """Return the source of the learner's initial weights as a JSON-able dict, for the record;
+        that of the checkpoint's run if this one resumed. Valid after `prepare`.
+        """
         return self.trainer.model.weights
 
     def details(self) -> dict[str, Any]:
-        """Return the learner's details, the number of micro-batches of the first step and, of
-        several ranks, whether they exchange "separate" from compute or "inside" it.
+        """Return for the record the learner's details, `micro_batches`, this replica's number in
+        the first step, and, with several ranks, `exchange`: "separate" if they exchange data apart
+        from compute, else "inside".
         """
         exchange = (
             {"exchange": "separate" if self.trainer.exchanges_separately else "inside"}
@@ -572,5 +632,7 @@ def _list_row_keys(groups: list[list[RowKey]]) -> list[RowKey]:
 
 
 def _sum_counts(packs: list[Any]) -> dict[str, int]:
-    """Return the counts of all packs of a step, added up by name; zero without packs."""
+    """Return the counts of all packs of a step, added up by name (`COUNT_NAMES`: tokens, samples,
+    padded, logits, pairs, square); zeros without packs.
+    """
     return {key: sum(pack.counts[key] for pack in packs) for key in COUNT_NAMES}

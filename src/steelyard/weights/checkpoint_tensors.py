@@ -60,11 +60,13 @@ SCALING_ADAPTER: TypeAdapter[LinearRope | Llama3Rope] = TypeAdapter(RopeScaling)
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Which part of a parameter one tensor of a file format holds: our name of the parameter, and
-    the box, a (begin, end) range along each dimension of its logical view.
+    """Which part of a parameter one tensor of a file format holds: our name of the `parameter`, and
+    the `box`, a (begin, end) range along each dimension of its logical view (its shape with heads,
+    groups and the like as dimensions of their own).
 
     `logical_shape` is the tensor's own view in as many dimensions; it is larger than the box if
-    rows that pad the vocabulary follow.
+    rows that pad the vocabulary follow. `shape` is the tensor's shape in the file,
+    `view_box(tensor)` a view of the box's size.
     """
 
     parameter: str
@@ -89,10 +91,10 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A tensor in a checkpoint file, known from the file's header: its name there, dtype (such as
-    `BF16`) and shape.
+    """A tensor in a checkpoint file (`path`), known from the file's header: its `name` there,
+    `dtype` as text (such as `BF16`) and `shape`.
 
-    `open` maps or reads its values and returns them as a CPU tensor; nothing is read before.
+    `open()` maps or reads its values and returns them as a CPU tensor; nothing is read before.
     `str()` gives file, name, dtype and shape for messages.
     """
 
@@ -123,10 +125,12 @@ def make_checkpoint_tensor(path: Path, name: str, value: Any) -> CheckpointTenso
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A stored tensor, or a part of it, and the box (a range along each dimension) of one
-    parameter's logical view that it covers.
+    """A `stored` tensor (CheckpointTensor), or a part of it, with the `parameter` (our name) it
+    belongs to and the `box` (a range along each dimension) of that parameter's logical view that it
+    covers.
 
-    `view` turns the tensor that `stored.open()` returns into one of the box's size.
+    `view` turns the tensor that `stored.open()` returns into one of the box's size; `dtype` is
+    torch's. Made by `LlamaCheckpoint.list_pieces`.
     """
 
     stored: CheckpointTensor
@@ -146,9 +150,10 @@ class CheckpointHeaders:
     `huggingface`, `megatron`, `glm`, `safetensors`). `digest` is a SHA-256 over the headers, not
     over the values; `tp` is the number of tensor-parallel shards.
 
-    `iteration` is how the checkpoint is called in its folder (None for Hugging Face); `folders` are
-    where its files are, `files` their names and sizes in bytes; `tensors` are the model's; `notes`
-    are remarks for `weights inspect`.
+    `iteration` is how the checkpoint is called in its folder (such as `release`, or a number as
+    text; None for Hugging Face's files), `step` the same as a number, 0 if there is none and always
+    for GLM. `folders` are where its files are, `files` their (name, bytes); `tensors` are the
+    model's, once for every file with a part of it; `notes` are remarks for `weights inspect`.
     """
 
     format: str
@@ -163,8 +168,10 @@ class CheckpointHeaders:
 
 
 class OpenedCheckpoint(Protocol):
-    """A checkpoint folder of any family and format, of which only the headers were read: `headers`,
-    `read_dimensions` and `count_parameters`.
+    """A checkpoint folder of any family and format, of which only the headers were read. `headers`
+    (CheckpointHeaders) says what is there; `read_dimensions()` returns the model's dimensions by
+    the field names of its family, None for those not told; `count_parameters()` their number,
+    RequestError if the files are not one complete model.
     """
 
     @property
@@ -182,9 +189,11 @@ class OpenedCheckpoint(Protocol):
 
 
 class LlamaCheckpoint(OpenedCheckpoint, Protocol):
-    """An opened Llama checkpoint, in Hugging Face's or Megatron's format; only its headers were
-    read. Nothing is compared with a model before `list_pieces` (by headers) and `check_values` (by
-    values) are called.
+    """An opened Llama checkpoint, in Hugging Face's or Megatron's format: an `OpenedCheckpoint`, of
+    which only the headers were read. Nothing is compared with a model before `list_pieces(shape)`,
+    which returns the stored pieces of every parameter and checks headers, and
+    `check_values(shape)`, which reads values that must be equal or zero; both raise RequestError
+    for another model.
     """
 
     def list_pieces(self, shape: LlamaShape) -> list[TensorPiece]:
@@ -199,9 +208,9 @@ class LlamaCheckpoint(OpenedCheckpoint, Protocol):
 
 
 class ByteCounter:
-    """Counts the bytes that were copied or written, of a known total, and reports them to the
-    callback `on_progress` (bytes done, bytes in total); None: to nobody. `done_bytes` at the start
-    are those of an earlier run.
+    """Counts the bytes that were copied or written, of `total_bytes`: `add(bytes)` adds to
+    `done_bytes` and calls `on_progress` (bytes done, bytes in total; None: nobody is told).
+    `done_bytes` at the start are those of an earlier run.
     """
 
     def __init__(

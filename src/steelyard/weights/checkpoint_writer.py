@@ -38,8 +38,8 @@ DtypeOf = Callable[[TensorPart], str]
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor that is to be written: its name in the file, the box of a parameter it holds, and
-    its dtype such as `BF16`.
+    """A tensor that is to be written: its `name` in the file, the `part` (box of a parameter,
+    TensorPart) it holds, and its `dtype` such as `BF16`; `nbytes` is its size with padding.
     """
 
     name: str
@@ -55,8 +55,9 @@ class PlannedTensor:
 @dataclass(frozen=True)
 class PlanRequest:
     """What a plan of a checkpoint's files is made from, whatever the source's format: the model's
-    shape, `dtype_of`, which returns the dtype name of each part that is to be written, and
-    iteration (None if it has none) and step of the source.
+    `shape`; `dtype_of`, which returns the dtype name (`BF16`) of each part that is to be written;
+    and the source's `iteration` (a number as text or `release`; None if it has none) and `step` (0
+    if none).
     """
 
     shape: LlamaShape
@@ -67,7 +68,8 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file with tensors that is to be written; `name` is relative to the target folder.
+    """A file with `tensors` (PlannedTensor, in order) that is to be written; `name` is its path
+    relative to the target folder, `nbytes` the size of its tensors.
 
     `write` is called with its path, this object, a function that makes a planned tensor's values,
     and one that is called after each written tensor.
@@ -85,8 +87,9 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """All files of a checkpoint: those with tensors, and the small ones (`small_files`, content by
-    name) that are written after them and make the folder a checkpoint.
+    """All files of a checkpoint, planned by `plan_hf` or `plan_megatron`: `files`, those with
+    tensors, and `small_files` (content by name: config, index, tracker) that are written after them
+    and make the folder a checkpoint. `names` lists all in the order of writing.
     """
 
     files: tuple[PlannedFile, ...]
@@ -94,7 +97,9 @@ class FilePlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all files, in the order of writing."""
+        """Return the names of all files of the planned checkpoint, relative to its folder, in the
+        order of writing: those with tensors, then the small ones.
+        """
         return (*(file.name for file in self.files), *self.small_files)
 
 

@@ -50,9 +50,9 @@ SAMPLE_EVERY_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """The result of `convert_checkpoint`: name and size of each file in the target, their bytes in
-    all, and how many of the files an earlier run had already completed (`reused`: all, if there was
-    nothing left to do).
+    """The result of `convert_checkpoint`: `files`, (name, bytes) of each file in the target,
+    `size_bytes`, their sum, and `reused`, how many of the files an earlier run had already
+    completed (all, if there was nothing left to do).
     """
 
     files: list[tuple[str, int]]
@@ -359,10 +359,10 @@ def _check_room(target: Path, plan: FilePlan, journal: "ConversionJournal") -> N
 class ConversionJournal:
     """The journal of a conversion, `conversion.json` in the target folder: what is converted to
     what (`request`), the size of every complete file by name (`files`), and whether all are
-    complete.
+    complete (`is_complete`).
 
-    `open` reads or makes it; `begin`, `add_file` and `finish` write the file anew; `is_finished`
-    asks for one file.
+    `open` reads it, or makes a new one without writing; `begin`, `add_file`, `finish` and `write`
+    replace the file; `is_finished(name)` returns whether one file is complete.
     """
 
     def __init__(
@@ -400,9 +400,12 @@ class ConversionJournal:
     def _read_existing(
         cls, folder: Path, request: dict[str, Any], names: tuple[str, ...]
     ) -> "ConversionJournal":
-        """Return the journal that a target folder has. Raise RequestError if the file is no
-        journal, is of another conversion than `request`, or says that all is complete and one of
-        the files `names` is missing or has another size.
+        """Return the journal that a target folder has; `open` calls it if the journal file exists.
+        `names` are all files of the complete conversion.
+
+        Raise RequestError if the file is no journal, is of another conversion than `request`, or
+        says that all is complete and one of the files `names` is missing or has another size. An
+        interrupted journal is returned without a check of its files. OSError is passed on.
         """
         path = folder / JOURNAL_NAME
         content = checkpoint_tensors.read_journal(path)
@@ -450,15 +453,16 @@ class ConversionJournal:
         return name in self.files and path.is_file() and path.stat().st_size == self.files[name]
 
     def add_file(self, name: str) -> None:
-        """Add a complete file of the target folder to this journal with its present size, and write
-        the journal file.
+        """Add a complete file of the target folder (`name` is relative to it) to this journal with
+        its present size, and write the journal file. Raise OSError if that fails.
         """
         self.files[name] = (self.path.parent / name).stat().st_size
         self.write()
 
     def finish(self, names: tuple[str, ...]) -> None:
-        """Note the present sizes of all files, mark the conversion complete, and write the journal
-        file.
+        """Replace the journal's `files` by the present sizes of `names`, all files of the complete
+        conversion, mark it complete, and write the journal file. Raise OSError if a file is missing
+        or the journal cannot be written.
         """
         self.files = {name: (self.path.parent / name).stat().st_size for name in names}
         self.is_complete = True

@@ -56,9 +56,13 @@ _LAYER = re.compile(
 
 @dataclass(frozen=True)
 class GlmCheckpoint:
-    """An opened GLM checkpoint of which only the headers were read: its tensors by the names of the
-    model's parameters. `location` is its one file, or its folder, for messages. Implements
-    `OpenedCheckpoint`.
+    """An opened GLM checkpoint of which only the `headers` were read: `parameters` are its tensors
+    (CheckpointTensor) by the names of the model's parameters, not yet compared with a model.
+    `location` is its one file, or its folder, for messages.
+
+    As an `OpenedCheckpoint` it tells the model's dimensions (`read_dimensions`, None for those not
+    shown) and number of parameters (`count_parameters`, RequestError if it is no complete GLM) from
+    the tensors' shapes.
     """
 
     headers: CheckpointHeaders

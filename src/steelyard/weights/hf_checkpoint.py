@@ -53,8 +53,9 @@ OTHER_WEIGHTS_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """One file of weights: its size, SHA-256 of its header, and the tensors that the header lists,
-    by name.
+    """One file of weights, as its header describes it: `path`, `size_bytes`, `header_sha256`
+    (SHA-256 of the header's bytes, or of a torch.save file's names, dtypes, shapes and offsets),
+    and the `tensors` (CheckpointTensor) by name. Made by a `WeightsFormat`'s `read_header`.
     """
 
     path: Path
@@ -65,9 +66,10 @@ class WeightsFile:
 
 @dataclass(frozen=True)
 class WeightsFormat:
-    """A file format of weights in Hugging Face folders (safetensors, or torch.save's): the name of
-    a single file, that of an index of several, how the names in the index end, and the function
-    that reads a file's header.
+    """A file format of weights in Hugging Face folders (safetensors, or torch.save's
+    pytorch_model.bin): `single`, the name of a single file, `index`, that of the index of several,
+    `suffix`, how the file names in the index end, and `read_header`, which reads one file's header.
+    `is_present_in(folder)` returns whether single file or index is there.
     """
 
     single: str
@@ -251,9 +253,9 @@ def _count_queries_per_group(shape: LlamaShape) -> int:
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """Where a tensor of a Hugging Face file goes: a parameter of our model (without the layer's
+    """Where a tensor of a Hugging Face file goes: `parameter` of our model (without the layer's
     prefix), and the range of its logical view along `dimension` that `span` returns for a shape;
-    all of it if `span` is None.
+    all of it if `span` is None. `make_part` returns it as a TensorPart.
     """
 
     parameter: str
@@ -369,8 +371,10 @@ def map_redundant_tensors(shape: LlamaShape) -> dict[str, RedundantTensor]:
 
 @dataclass(frozen=True)
 class HfCheckpoint:
-    """An opened Hugging Face folder with a Llama, of which config.json (`settings`, at `path`) and
-    the headers were read. Implements `LlamaCheckpoint`; `open_hf_checkpoint` makes it.
+    """An opened Hugging Face folder with a Llama: config.json (at `path`, parsed in `settings`) and
+    the headers of its files of weights (`headers`) were read, and nothing compared with a model.
+    Implements `LlamaCheckpoint` (`read_dimensions`, `count_parameters`, `list_pieces`,
+    `check_values`); `open_hf_checkpoint` makes it.
     """
 
     headers: CheckpointHeaders

@@ -56,8 +56,8 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class ConfigValue:
-    """The value that one key of config.json, or a default, gives for a field of LlamaModel; `key`
-    is a text for messages where it is no real key.
+    """What config.json, or a default of transformers, gives for a field of LlamaModel: the `key` in
+    the file (a text for messages where it is no real key), the `field`, and the `value`.
     """
 
     key: str

@@ -22,9 +22,9 @@ SLIDING_LAYER = "sliding_attention"
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key of config.json, the field of LlamaModel that it tells, and `default`: a function of the
-    config and the fields known so far that returns what transformers takes if the key is absent, or
-    None if it has no default.
+    """A `key` of config.json, the `field` of LlamaModel that it tells, and `default`: a function of
+    the config and the fields known so far that returns what transformers takes if the key is
+    absent, or None if it has no default.
     """
 
     key: str
@@ -125,9 +125,10 @@ def has_mixed_windows(config: Config, fields: ModelFields) -> bool:
 
 @dataclass(frozen=True)
 class HfFamily:
-    """A model type of transformers that our own Llama computes. `keys` tell its fields,
-    `fixed_fields` are those that follow from the type alone; `positions` is the default number of
-    positions; `window` returns the sliding window from config and fields, None for none.
+    """A `model_type` of transformers that our own Llama computes, with its class there
+    (`architecture`). `keys` (ConfigKey) tell its fields, `fixed_fields` are those that follow from
+    the type alone; `positions` is the default of max_position_embeddings; `window` returns the
+    sliding window in tokens from config and fields, None for none.
 
     For writing: `can_write` is whether this type can express a shape (the last row that can is
     taken), `extra_config` returns the keys that only this type has; `out_bias` is whether a QKV

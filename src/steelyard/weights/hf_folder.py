@@ -25,8 +25,10 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 @dataclass(frozen=True)
 class HfFolder:
-    """A Hugging Face folder with its parsed config.json, made by `read_hf_folder`. `weights` is the
-    name of the file with the weights, or of the index of several; None if there is neither.
+    """A Hugging Face folder (`path`) with its parsed config.json (`config`), made by
+    `read_hf_folder`. `weights` is the name of the file with the weights, or of the index of
+    several; None if there is neither. `files` are the names that make the model, `name` is the
+    folder's own, `precision` how the weights are stored (fp32, fp16, bf16; None: not told).
     """
 
     path: Path

@@ -20,9 +20,11 @@ DTYPE_LABELS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint as its files describe it, for `weights inspect`. `tp` is the number of
-    tensor-parallel shards; `size_bytes` is the size of the files; `dtype` lists all dtypes, the one
-    of most parameters first, such as `bf16+fp32`.
+    """A checkpoint as its files describe it, for `weights inspect`, made by `inspect_checkpoint`.
+    `layout` is the format, `tp` the number of tensor-parallel shards, `iteration` the checkpoint's
+    name in its folder (None if it has none), `parameters` their number; `files` are (name, bytes),
+    `size_bytes` their sum; `dtype` lists all dtypes, the one of most parameters first, such as
+    `bf16+fp32`; `header_sha256` is of the headers, as in a record.
 
     `shape` are the model's dimensions, None where the files do not tell, without features that a
     plain Llama lacks; `notes` include why it cannot be used as it is.

@@ -57,8 +57,10 @@ def open_llama_checkpoint(folder: Path) -> LlamaCheckpoint:
     """Open the Llama checkpoint in a folder, in Hugging Face's or Megatron's format: headers are
     read, values are not.
 
-    Raise RequestError if the folder does not exist or cannot be read, holds no checkpoint, a
-    damaged one, one in both formats, one of another family, or an unfinished conversion.
+    A Megatron checkpoint that only a tracker in a subfolder names is ignored if the folder itself
+    has Hugging Face weights. Raise RequestError if the folder does not exist, is a file or cannot
+    be read, holds no checkpoint, a damaged one, one in both formats, one of another family, or an
+    unfinished conversion.
     """
     if folder.is_file():
         raise RequestError(

@@ -91,9 +91,10 @@ SHARD_RANK_KEY = "tensor_model_parallel_rank"  # index of the shard; we write it
 
 @dataclass(frozen=True)
 class MegatronArgument:
-    """A training argument of Megatron that tells a field of LlamaShape: its possible names (`keys`,
-    of which the first that is set counts), the field, and the value that versions without the
-    argument used (`default`; None if unknown).
+    """A training argument of Megatron that tells a `field` of LlamaShape: its possible names
+    (`keys`, of which the first that is set counts), and the value that versions without the
+    argument used (`default`; None if unknown). `find_value(args)` returns name and value in a
+    checkpoint.
     """
 
     keys: tuple[str, ...]

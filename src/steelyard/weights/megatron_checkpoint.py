@@ -54,11 +54,13 @@ _STAGE_FOLDER = re.compile(r"mp_rank_[0-9]+(_[0-9]+)*", re.ASCII)
 
 @dataclass(frozen=True)
 class MegatronShard:
-    """One tensor-parallel shard of a Megatron checkpoint, from the headers of its file.
+    """One tensor-parallel shard of a Megatron checkpoint, from the headers of its file (`path`,
+    `size_bytes`).
 
-    `tensors` are by our names of the parameters; `args` are the plain training arguments by
-    Megatron's names; `iteration` is the step that the file states, None if it states none;
-    `has_optimizer` is whether the file holds an optimizer's state too.
+    `tensors` (CheckpointTensor) are by our names of the parameters; `args` are the plain training
+    arguments by Megatron's names, empty if there are none; `iteration` is the step that the file
+    states, None if it states none; `has_optimizer` is whether the file holds an optimizer's state
+    too.
     """
 
     path: Path
@@ -99,9 +101,10 @@ def map_shard_tensors(shape: LlamaShape, shard: Shard, rows: int) -> dict[str, T
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """An opened Megatron checkpoint: the headers of all tensor-parallel shards, by their index; no
-    values were read. Pipeline stages are refused when it is opened. Implements `LlamaCheckpoint`;
-    `open_megatron_checkpoint` makes it.
+    """An opened Megatron checkpoint: `headers` in all, and `shards`, the headers of each
+    tensor-parallel shard in order of their number; no values were read. Pipeline stages are refused
+    when it is opened. Implements `LlamaCheckpoint` (`read_dimensions`, `count_parameters`,
+    `list_pieces`, `check_values`); `open_megatron_checkpoint` makes it.
     """
 
     headers: CheckpointHeaders

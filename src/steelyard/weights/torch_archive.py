@@ -49,8 +49,9 @@ class MalformedFileError(ValueError):
 
 @dataclass(eq=False, repr=False)
 class Stub:
-    """An object in a pickle whose type is not interpreted: the type's dotted name, and what it was
-    given (`args`, `state`), as plain data. Nothing of it was imported or called.
+    """An object in a pickle whose type is not interpreted: `name`, the type's dotted name, and what
+    it was given (`args`, and `state`, None if none), as plain data. Nothing of it was imported or
+    called.
 
     A global that was not called, a function or class, has no `args`. `items` are those of a
     subclass of dict, `values` those of a subclass of list or set.
@@ -72,11 +73,13 @@ class Stub:
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor in a file, not read: the offset of its first element in the file in bytes, dtype,
-    shape, and stride in elements. `open` maps it. A storage on its own is one too, of one dimension
-    and stride 1.
+    """A tensor in a file (`path`), not read: `offset_bytes` of its first element in the file,
+    `dtype` (torch's), `shape`, and `stride` in elements. A storage on its own is one too, of one
+    dimension and stride 1.
 
-    Creating one with values of wrong types or beyond torch's limits raises MalformedFileError.
+    `open()` returns it as a CPU tensor on a memory map; `nbytes` is the size of its elements,
+    `span_bytes` what it spans in the file. Creating one with values of wrong types or beyond
+    torch's limits raises MalformedFileError.
     """
 
     path: Path
@@ -112,7 +115,7 @@ class TensorRef:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of its elements in bytes."""
+        """Return the size of the tensor's elements in bytes, gaps between them not counted."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -152,13 +155,14 @@ class TensorRef:
 
 
 class LimitedReadFile(io.FileIO):
-    """A file that refuses to read more than `MAX_DIRECTORY_BYTES` at once: zipfile trusts the size
-    of a zip's directory and reads all of it into memory.
+    """A file whose `read(size)` raises MalformedFileError for more than `MAX_DIRECTORY_BYTES`:
+    zipfile trusts the size of a zip's directory and reads all of it into memory. A read without a
+    size is not limited.
     """
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read as FileIO does; raise MalformedFileError if more than `MAX_DIRECTORY_BYTES` are
-        asked for.
+        """Read as FileIO does. Raise MalformedFileError if an explicit `size` is more than
+        `MAX_DIRECTORY_BYTES`; only that is checked: -1 and None read the rest, however long.
         """
         if size is not None and size > MAX_DIRECTORY_BYTES:
             raise MalformedFileError(
@@ -168,13 +172,13 @@ class LimitedReadFile(io.FileIO):
 
 
 class TorchArchive:
-    """The zip of a torch.save file, open as `file`: `locate_entry`, `read_entry` and
-    `locate_storage` say where in the file its entries lie. It moves the file's position and does
-    not close it.
+    """The zip of a torch.save file (`path`), open as `file`: `locate_entry(name)` returns offset
+    and size of an entry, `read_entry` its bytes, `locate_storage` a storage as a TensorRef. It
+    moves the file's position and does not close it.
 
-    Creating one reads the directory. Raises MalformedFileError if it is damaged or not laid out as
-    torch.save does, RequestError for TorchScript archives, torch's old format, and big-endian
-    files.
+    Creating one reads the directory (`entries` by name, below the folder `root`). Raises
+    MalformedFileError if it is damaged or not laid out as torch.save does, RequestError for
+    TorchScript archives, torch's old format, and big-endian files.
     """
 
     def __init__(self, path: Path, file: LimitedReadFile) -> None:

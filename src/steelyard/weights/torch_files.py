@@ -209,7 +209,7 @@ class _PickleMachine:
         return self.stack.pop()
 
     def push(self, value: Any) -> None:
-        """Push a value on the stack."""
+        """Push a value on the pickle's current stack."""
         self.stack.append(value)
 
     def pop_values(self, count: int) -> tuple[Any, ...]:
@@ -235,8 +235,10 @@ class _PickleMachine:
         return parts
 
     def resolve_global(self, module: Any, name: Any) -> Any:
-        """Return what a global of a pickle stands for: a torch dtype, or a Stub with its name;
-        nothing is imported. Raise MalformedFileError if the name is no text or too long.
+        """Return what a global of a pickle stands for: a torch dtype for its own name
+        (`torch.float32`), for all else, storage types too, a Stub with the full name `module.name`;
+        nothing is imported. Raise MalformedFileError if one is no text, or both together have more
+        than `MAX_NAME_CHARACTERS`.
         """
         if (
             type(module) is not str

@@ -51,9 +51,11 @@ WORDINGS = (1, 2, 3)
 
 @dataclass(frozen=True)
 class PageWords:
-    """The shipped texts in the language of one page. Builders call it as `say(code, *values)`;
-    `get_or_fallback` and `get_meaning` are for codes that may lack a text, and for metrics and
-    settings.
+    """The shipped texts in one language (`lang`, "en" or "zh") for the builders of a page. They
+    call it as `say(code, *values)`, which returns the text with the values filled in (KeyError for
+    an unknown code). `get_or_fallback(code, fallback)` is for codes that may lack a text;
+    `get_meaning(code)` returns (name, meaning) of a metric, score or setting. Texts of plug-ins are
+    not looked up.
     """
 
     lang: Lang
@@ -214,8 +216,8 @@ def _are_equal(one: MessageValue, other: MessageValue) -> bool:
 
 def join_messages(*messages: Message | None) -> Message | None:
     """Join messages to one, in their order, leaving out None: None if nothing is left, a single
-    message as it is, several as nested messages of code `both` with the values `first` and
-    `second`.
+    message as it is, several as nested messages of code `both`, in which `second` is the last
+    message and `first` all before it, joined.
     """
     present = [message for message in messages if message is not None]
     joined = present[0] if present else None

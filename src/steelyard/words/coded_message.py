@@ -17,10 +17,12 @@ MessageValues = dict[str, MessageValue]
 
 @dataclass(frozen=True)
 class Message:
-    """A text to be rendered: the code of a template and the values for its placeholders.
+    """A text without a language yet: `code` names a template, `values` are those for its
+    placeholders by name. `words.render_text` makes a sentence of it in English or Chinese.
 
-    Numbers are not rounded: the template rounds them. A record stores messages in this form, so
-    pydantic reads and writes them, refusing unknown keys, NaN and infinity.
+    Values are texts, numbers, which the template rounds, nested messages, and tuples, which are
+    rendered as a list. A record stores messages in this form, so pydantic reads and writes them,
+    refusing unknown keys, NaN and infinity.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -31,8 +33,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Text:
-    """The template of one code (`name`) in English and in Chinese, with the same placeholders. A
-    plug-in brings one for each of its codes.
+    """The templates of one code (`name`) in English (`en`) and Chinese (`zh`), with the same
+    placeholders; `in_language(lang)` returns one of them. A plug-in brings one for each of its
+    codes, through entry points `steelyard.words`.
     """
 
     name: str  # the code
@@ -40,8 +43,8 @@ class Text:
     zh: str
 
     def in_language(self, lang: Lang) -> str:
-        """Return the template of this code in a language. Raise ValueError for one that is not
-        in LANGS.
+        """Return the template of this text in a language ("en" or "zh"). Raise ValueError for
+        another one.
         """
         if lang not in LANGS:
             raise ValueError(f"language {lang!r} is not known; allowed: {', '.join(LANGS)}")

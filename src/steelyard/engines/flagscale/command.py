@@ -50,8 +50,9 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTHONSAFEPATH")
 
 @dataclass(frozen=True)
 class ProgramCommand:
-    """A program to start: its argument list, its whole environment, and its working directory
-    (`folder`). Made by `parse_script`; `ExternalProgram` starts it.
+    """A program to start: `arguments`, the list with this Python first, `environment`, all
+    variables that it gets, and `folder`, its working directory (the checkout). Made by
+    `parse_script`, which checks it; `ExternalProgram` starts it.
     """
 
     arguments: list[str]
@@ -71,12 +72,12 @@ def program_environment(checkout: Path) -> dict[str, str]:
 
 
 def run_dry(checkout: Path, config: Path, output: Path) -> str:
-    """Run FlagScale's dry run (`run.py` of the checkout, with `config` as configuration) in a
-    subprocess and return the text of the launch script that it wrote below `output`; the script is
-    not run.
+    """Run FlagScale's dry run (`run.py` of the checkout) in a subprocess with the configuration
+    `config` (the path of a `train.yaml`), and return the text of the launch script `host_*_run.sh`
+    that it wrote anywhere below `output`; the script is not run.
 
     Raises RequestError if it takes longer than 300 s, exits with an error (with its last line), or
-    writes not exactly one script.
+    there is not exactly one script.
     """
     words = [
         "run.py",
@@ -192,7 +193,9 @@ def _split_command(script: str) -> list[str]:
 
 
 def _leading_settings(words: list[str]) -> Iterator[str]:
-    """Yield the words of the form NAME=value that stand before the first other word."""
+    """Yield the words of the form NAME=value that stand before the first other word: a command's
+    environment settings.
+    """
     for word in words:
         if not SETTING.match(word):
             return

@@ -16,8 +16,9 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 
 class ReportedClock:
-    """The clock of an external program, which stands for its device: `time_s` is the seconds that
-    it says it took so far. The engine advances it.
+    """The clock of an external program, which stands for its device as `Job.device`: `time_s` is
+    the seconds that the program says it took so far, from 0; the engine adds each iteration's time.
+    `synchronize()` does nothing.
     """
 
     def __init__(self) -> None:
@@ -28,9 +29,11 @@ class ReportedClock:
 
 
 class ProgramFramework:
-    """The framework `program` for engines that start an external program: nothing to join and no
-    device. `event` gives points of the reported clock (`device`, a ReportedClock); matmuls,
-    profiler and memory are unknown (None). The constructor's arguments are ignored.
+    """The framework `program` for engines that start an external program, in one process (a
+    `Framework`): `device` is a `ReportedClock`, `event()` a point of it. Methods that join ranks or
+    set numerics do nothing, `prepare_all_reduce` raises RuntimeError; matmuls, profiler, compile
+    cache and memory counters are None, `identity` is empty. `versions` are those of Python packages
+    that the program shares. The constructor's arguments are ignored.
     """
 
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
@@ -46,17 +49,21 @@ class ProgramFramework:
         """Do nothing and return None: the program joins its own ranks."""
 
     def prepare_all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
-        """Raise RuntimeError: there is one process."""
+        """Raise RuntimeError: there is one process, which cannot all-reduce; the worker does not
+        call it then.
+        """
         raise RuntimeError("one process cannot all-reduce")
 
     def barrier(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is one process, and the program joins its own ranks."""
 
     def leave(self) -> None:
-        """Do nothing."""
+        """Do nothing: no ranks were joined here."""
 
     def prepare_square_matmul(self, precision: str) -> None:
-        """Return None: a second process on the devices would disturb the program."""
+        """Return None, so that no matmul is timed: a second process on the devices would disturb
+        the program.
+        """
         return
 
     def profiler(self) -> None:
@@ -64,7 +71,9 @@ class ProgramFramework:
         return
 
     def prepare_matmul(self, precision: str, shape: Matmul) -> None:
-        """Return None, as `prepare_square_matmul` does."""
+        """Return None, so that no matmul is timed: a second process on the devices would disturb
+        the program.
+        """
         return
 
     def event(self) -> ReportedEvent:
@@ -72,13 +81,15 @@ class ProgramFramework:
         return ReportedEvent(self.device.time_s)
 
     def synchronize(self) -> None:
-        """Do nothing."""
+        """Do nothing: this process drives no device; times are those that the program reports."""
 
     def reset_memory(self) -> None:
-        """Do nothing."""
+        """Do nothing: the memory of the program's devices is not known here."""
 
     def memory(self) -> dict[str, int | None]:
-        """Return the memory counters as unknown (None)."""
+        """Return `allocated_bytes` and `reserved_bytes` as None: the memory of the program's
+        devices is not known here.
+        """
         return {"allocated_bytes": None, "reserved_bytes": None}
 
     def identity(self) -> dict[str, Any]:
@@ -96,11 +107,13 @@ class ProgramFramework:
         }
 
     def compile_cache(self) -> dict[str, int] | None:
-        """Return None: it is not known."""
+        """Return None: what the program compiles is not known here."""
         return None
 
     def threads(self) -> int:
-        """Return the number of CPUs of the host."""
+        """Return the number of CPUs of the host, 1 if unknown; how many threads the program uses is
+        not known.
+        """
         return os.cpu_count() or 1
 
 

@@ -20,10 +20,11 @@ DTYPE_CODES = {np.dtype("int32"): 4, np.dtype("uint16"): 8}  # by the codes of M
 
 
 def write_indexed_dataset(rows: CorpusRows, vocab: int, prefix: Path) -> int:
-    """Write all documents to `prefix.bin` (uint16, or int32 for more than 65536 tokens) and
-    `prefix.idx`, with the end token and vocab - 1 swapped, and return how many tokens they hold.
-    The end token is the last of the first document. Raises RequestError if another document does
-    not end with it, or one has it elsewhere; the `.bin` file then stays incomplete.
+    """Write all documents to `prefix.bin` (uint16, or int32 for a vocabulary of more than 65536)
+    and `prefix.idx`, replacing existing files, with the end token and vocab - 1 swapped, and return
+    how many tokens they hold. The end token is the last of the first document. Raises RequestError
+    if another document does not end with it, or one has it elsewhere; the `.bin` file then stays
+    incomplete.
     """
     dtype = np.dtype("uint16") if vocab <= 1 << 16 else np.dtype("int32")
     end: int | None = None

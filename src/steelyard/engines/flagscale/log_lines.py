@@ -20,17 +20,20 @@ NEEDED_FIELDS = {
 
 
 class ProgramError(Exception):
-    """Raised if the external program ends early, or prints something other than what it was asked
-    to do.
+    """Raised if the external program (FlagScale) ends early, or prints something other than what it
+    was asked to do: an iteration of another number, batch or row count, an invalid time, or a log
+    line that lacks a field or cannot be read. The text says which.
     """
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """One training iteration as Megatron's log line gives it; made by `parse_iteration`. Times have
-    a resolution of 0.1 ms. `loss`, `grad_norm` and `lr` are None if not printed: Megatron prints no
-    loss that is 0 or less, or not a number. `skipped` and `nan` count iterations since the last
-    line, `total` is how many the program will run.
+    """One training iteration as Megatron's log line gives it; made by `parse_iteration`. `number`
+    is counted from 1, `total` is how many the program will run, `consumed` the rows so far, `batch`
+    the rows of this one, `elapsed_s` its time in seconds (to 0.1 ms). `loss`, `grad_norm` and `lr`
+    are None if not printed: Megatron prints no loss that is 0 or less, or not a number. `skipped`
+    and `nan` count iterations since the last line without an update, and with a loss that is not a
+    number; `has_updated` is true if `skipped` is 0.
     """
 
     number: int  # from 1
@@ -46,7 +49,9 @@ class Iteration:
 
     @property
     def has_updated(self) -> bool:
-        """Return whether weights were updated in it."""
+        """Return whether weights were updated in this iteration: it was not skipped, as fp16 does
+        after an overflow.
+        """
         return self.skipped == 0
 
 

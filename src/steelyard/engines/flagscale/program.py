@@ -23,10 +23,11 @@ OUT_OF_MEMORY_TEXTS = ("OutOfMemoryError", "out of memory")
 
 
 class ExternalProgram:
-    """A child process, started on construction with stderr joined to stdout. `lines` yields its
-    output and copies it to this process's stderr, `finish` waits for it, `end` ends it with all its
-    descendants, and `explain_early_end` makes the exception if it ended too soon. If this process
-    dies, the node agent ends the program.
+    """A child process, started on construction from a `ProgramCommand`, with stderr joined to
+    stdout and no stdin. `lines()` yields its output and copies it to this process's stderr;
+    `finish()` waits up to 60 s for its exit and returns the exit code, or None; `end()` ends it
+    with all its descendants; `explain_early_end(moment)` returns the exception (ProgramError or
+    MemoryError) if it ended too soon. If this process dies, the node agent ends the program.
     """
 
     def __init__(self, command: ProgramCommand) -> None:
@@ -44,9 +45,11 @@ class ExternalProgram:
         self._last_line = self._error_line = ""
 
     def lines(self) -> Iterator[str]:
-        """Yield the program's output lines as they arrive, without newline, until it closes its
-        output; a line of more than 64 KiB comes in pieces. Each is also written to this process's
-        stderr, the end of which a record keeps of a failure.
+        """Yield the program's output lines (stdout and stderr) as they arrive, without newline, bad
+        UTF-8 replaced, until it closes its output; a line of more than 64 KiB comes in pieces. Each
+        is also written to this process's stderr, the end of which a record keeps of a failure.
+        Remembers the last line, the last that names an error, and whether memory ran out, for
+        `explain_early_end`, which does not know lines that were not read here.
         """
         out = self._process.stdout
         while out is not None and (raw := out.readline(LINE_BYTES)):

@@ -25,15 +25,21 @@ from steelyard.training.training_loop import LossWatch
 
 
 class FlagScaleTrain:
-    """The engine for work `train_rows` by FlagScale, in one process for all ranks: `prepare` starts
-    the program, `work` reads its log lines, and `self.clock` (the job's device) gets the times that
-    it prints. It has pass `train` only, no evaluation and no checkpoints.
+    """The engine for work `train_rows` by FlagScale (an `Engine`), in one process for all ranks:
+    `prepare` writes dataset and configuration and starts the program, `work` reads its log lines,
+    one `Work` for each iteration, and adds the times that it prints to `clock` (the job's device).
+    `outputs` says whether a bad loss ended the run, `details` describes the program. It has pass
+    `train` only, no evaluation and no checkpoints; weights are the program's own random ones.
 
-    Constructing it raises RequestError for rows that are not packed documents and for settings that
-    FlagScale cannot do, ValueError without training, folder or checkout.
+    `rows` is the global batch, `steps` the number of iterations, `folder` the subfolder `flagscale`
+    of the run's. Constructing it raises RequestError for rows that are not packed documents and for
+    settings that FlagScale cannot do, ValueError without training, folder or checkout.
     """
 
     def __init__(self, job: Job) -> None:
+        """Store the job and check it; nothing is written or started. Raises RequestError and
+        ValueError as the class says.
+        """
         train = job.case.question.train
         if train is None or job.folder is None or job.checkout is None:
             raise ValueError("needs a training case, a run folder and a checkout")
@@ -61,11 +67,11 @@ class FlagScaleTrain:
         config.check_flagscale(job, self.rows)
 
     def prepare(self, name: str, part: Part) -> None:
-        """Write dataset and configuration into folder `flagscale` of the run's folder, count the
-        tokens of every step, do FlagScale's dry run, start the program, and wait until it begins to
-        train. Each is timed as a part: `data_files`, `counts`, `dry_run`, `program`. Raises
-        RequestError if documents or the command are refused, ProgramError or MemoryError if the
-        program fails.
+        """Write dataset and configuration into the new folder `flagscale` of the run's folder
+        (FileExistsError if it exists), count the tokens of every step, do FlagScale's dry run,
+        start the program, and wait until it begins to train. Each is timed as a part: `data_files`,
+        `counts`, `dry_run`, `program`. Raises RequestError if documents or the command are refused,
+        ProgramError or MemoryError if the program fails. `name` is not used.
         """
         self.folder.mkdir()
         prefix, output = self.folder / "documents", self.folder / "output"
@@ -133,15 +139,17 @@ class FlagScaleTrain:
             self.parameters = int(match[1])
 
     def total(self, name: str) -> int:
-        """Return the number of training steps."""
+        """Return how many `Work` items the pass yields if no loss ends it early: the number of
+        training steps. `name` is not used.
+        """
         return self.steps
 
     def work(self, name: str) -> Iterator[Phase | Work]:
         """Yield one `Work` for each iteration line, after advancing the reported clock by its time.
         Counts are those of the rows that the case prescribes for the step; the program does not say
         which it drew. Ends the program if a loss is not finite or above `train.bound`, or on any
-        exception. Raises RuntimeError before `prepare`, ProgramError or MemoryError if the program
-        fails.
+        exception; after the last step it is left to exit. Raises RuntimeError before `prepare`,
+        ProgramError or MemoryError if the program fails.
         """
         program = self.program
         if program is None:
@@ -192,8 +200,8 @@ class FlagScaleTrain:
         return Work(self.counts[step], values)
 
     def outputs(self, name: str) -> dict[str, Any]:
-        """Return `stopped`: None, or step, `why` ("nan" or "bound") and value of the loss that
-        ended the run early.
+        """Return `stopped`: None, or a dict with `step` (from 0), `why` ("nan" or "bound") and
+        `value` (None if not finite) of the loss that ended the run early. `name` is not used.
         """
         return {"stopped": self.watch.stop}
 

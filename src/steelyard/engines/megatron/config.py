@@ -60,7 +60,9 @@ def check_megatron(job: Job) -> None:
 
 
 def is_sharded(job: Job) -> bool:
-    """Return whether replicas divide optimizer states, by Megatron's distributed optimizer."""
+    """Return whether replicas divide optimizer states, by Megatron's distributed optimizer:
+    `tune.sharding` is set and several replicas share.
+    """
     return get_shard_degree(job.case, job.plan.dp) > 1
 
 

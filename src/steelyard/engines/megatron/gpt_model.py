@@ -41,10 +41,11 @@ def make_packed_seq_params(rows: PackedLayout) -> Any:
 
 
 class MegatronPackedAttention(nn.Module):
-    """The core attention of Megatron's layers: the attention kernel `kernel` (a name of
-    models/attention.py, set by `attention_class`) over packed rows. Constructed by Megatron, whose
-    arguments are ignored; raises ValueError if any softmax scale is given, for kernels use
-    1/sqrt(D).
+    """The core attention of Megatron's layers: causal attention inside each packed row by the
+    kernel `kernel` (a name of models/attention.py, a class attribute that `attention_class` sets).
+    `forward` takes query, key and value [tokens, 1, heads, D] and returns [tokens, 1, heads x D].
+    Constructed by Megatron, whose arguments are ignored; raises ValueError if any softmax scale is
+    given, for kernels use 1/sqrt(D).
     """
 
     kernel = ""
@@ -98,9 +99,10 @@ def attention_class(kernel: str) -> type[MegatronPackedAttention]:
 
 
 class SegmentRotary(RotaryEmbedding):  # type: ignore[misc]
-    """Megatron's rotary embedding by each token's position in its own segment. `run_stage` sets
-    `positions` [tokens] before each forward pass; angles are computed from them in every call,
-    because Megatron's own forward caches them by length.
+    """Megatron's rotary embedding by each token's position in its own segment, in place of
+    Megatron's `rotary_pos_emb`. `run_stage` sets `positions` [tokens] before each forward pass;
+    `forward` returns the angles [tokens, 1, 1, D], computed from them in every call, because
+    Megatron's own forward caches them by length. Its arguments have no effect.
     """
 
     positions: Tensor  # of the batch that is computed next
@@ -141,12 +143,17 @@ OUTER_PARAMETERS = {
 
 class MegatronLlama(GPTModel):  # type: ignore[misc]
     """This rank's pipeline stage and tensor-parallel shard of a Llama, as Megatron's GPTModel with
-    the attention kernel `kernel`; weights are not filled in. The vocabulary is padded to equally
-    many rows on all ranks; `own_rows` of this rank's rows are real. Needs initialized process
-    groups.
+    the attention kernel `kernel`; weights are not filled in (`fill_weights`). `config` is a
+    TransformerConfig, from which TP and PP are taken. The vocabulary is padded to equally many rows
+    on all ranks; `own_rows` of this rank's rows are real. On the last stage its forward returns the
+    loss of each label. `run_stage` calls it. Needs Megatron's initialized process groups.
     """
 
     def __init__(self, config: Any, shape: LlamaShape, kernel: str) -> None:
+        """Build this rank's stage by Megatron's local layer spec, with `MegatronPackedAttention` of
+        this kernel and `SegmentRotary` in place of Megatron's own. Needs initialized process
+        groups, and layers that PP divides.
+        """
         tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
         rows = count_vocab_rows(shape.vocab, tp)
         layer = get_gpt_layer_local_spec(normalization="RMSNorm")

@@ -18,15 +18,21 @@ from steelyard.training.checkpoint_folders import OptimizerScalars
 
 
 class MegatronAdam:
-    """Megatron's mixed-precision AdamW over a model, with clipping and, in fp16, loss scaling; the
-    distributed optimizer if `distributed`.
+    """Megatron's mixed-precision AdamW over `model` (its DistributedDataParallel), with clipping
+    and, in fp16, loss scaling; the distributed optimizer, which divides states over replicas, if
+    `distributed`.
 
-    `model` is Megatron's DistributedDataParallel. `whole` is Megatron's chained optimizer, `part`
-    the only one in it, `inner` the torch optimizer inside that. If `inner` is torch's AdamW, it is
-    switched to its fused form.
+    `scale(loss)` multiplies by the loss scale, `step(lr)` updates, zeroes gradients and returns
+    their norm as a float; `start_from_gradient_buffers` sets the initial fp32 weights; `state`,
+    `numbers` and `restore` are for checkpoints, `updated_tensors` and `moments` for the record.
+    `whole` is Megatron's chained optimizer, `part` the only one in it, `inner` the torch optimizer
+    inside that; if it is torch's AdamW, it is switched to its fused form.
     """
 
     def __init__(self, model: Any, train: Train, precision: Precision, distributed: bool) -> None:
+        """Create Megatron's optimizer over the wrapped model with the settings of `train`; moments
+        are allocated later. `precision` decides on fp16 loss scaling and the parameters' dtype.
+        """
         self.model, self.decay = model, train.weight_decay
         self.whole = get_megatron_optimizer(
             OptimizerConfig(
@@ -83,7 +89,7 @@ class MegatronAdam:
         return slice(updated.start, updated.end)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss multiplied by the fp16 loss scale, if there is one."""
+        """Return the loss multiplied by the loss scale in fp16, else unchanged (a factor of 1)."""
         scaled: Tensor = self.whole.scale_loss(loss)
         return scaled
 
@@ -116,7 +122,9 @@ class MegatronAdam:
         return [parameter for group in self.inner.param_groups for parameter in group["params"]]
 
     def moments(self) -> list[Tensor]:
-        """Return all moment tensors that exist; none before the first step."""
+        """Return all of Adam's moment tensors that exist on this rank; none before the first step
+        or `state`.
+        """
         return [
             states[key] for states in self.inner.state.values() for key in MOMENTS if key in states
         ]

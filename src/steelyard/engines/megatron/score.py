@@ -27,9 +27,10 @@ Inputs = tuple[Tensor, Tensor, PackedLayout]
 
 
 class MegatronScore(ScoringLoop):
-    """The engine for works `score_choices` and `score_texts`: the common scoring loop over packed
-    batches with a `MegatronScorer`. Constructing it initializes Megatron's process groups, and
-    raises RequestError for what the engine cannot do, such as padded batches.
+    """The engine for works `score_choices` and `score_texts` by Megatron: the common `ScoringLoop`
+    over packed batches with a `MegatronScorer`. Constructing it plans the batches and initializes
+    Megatron's process groups (all ranks together; process-wide), and raises RequestError for what
+    the engine cannot do, such as padded batches. The model is built later, in `prepare`.
     """
 
     def __init__(self, job: Job) -> None:
@@ -38,14 +39,20 @@ class MegatronScore(ScoringLoop):
 
 
 class MegatronScorer(Scorer):
-    """Megatron's Llama on one rank, as the scoring loop uses it (`Scorer`): `load` builds it,
-    `hidden` and `logits` compute. It has no compiled form. Constructing it initializes Megatron's
-    process groups, and raises RequestError for what the engine cannot do.
+    """Megatron's Llama on one rank, as the scoring loop uses it (`Scorer`): `load` builds it with
+    its weights (`model`), `to_device`, `hidden` and `logits` compute a batch. It has no compiled
+    form. `kernel` is the name of the attention kernel. Constructing it initializes Megatron's
+    process groups (all ranks together; process-wide), and raises RequestError for what the engine
+    cannot do.
     """
 
     model: MegatronLlama
 
     def __init__(self, job: Job) -> None:
+        """Check the job, choose the attention kernel and initialize Megatron's process groups, with
+        all ranks together. Raises RequestError for what the engine cannot do; the model is built in
+        `load`.
+        """
         self.job = job
         self.device: torch.device = job.device.torch_device
         config.check_megatron(job)
@@ -81,7 +88,10 @@ class MegatronScorer(Scorer):
         )
 
     def hidden(self, inputs: Inputs, pick: Tensor) -> Tensor:
-        """Return the last hidden states [picked tokens, hidden]."""
+        """Return the last hidden states, after the last norm, of the tokens `pick`, [picked tokens,
+        hidden]; `inputs` are those of `to_device`. All tokens are computed. Ranks that hold one
+        model call it together.
+        """
         return run_stage(self.model, self.model, *inputs, None).squeeze(1)[pick]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -97,10 +107,14 @@ class MegatronScorer(Scorer):
         return out
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return all parameters that this rank holds."""
+        """Return all parameters of the model that this rank holds, with the padding rows of its
+        part of the vocabulary.
+        """
         parameters: Iterable[Tensor] = self.model.parameters()
         return parameters
 
     def details(self) -> dict[str, Any]:
-        """Return the library's version and the attention kernel."""
+        """Return for the record `library`, the version of megatron-core, and `attention`, the name
+        of the kernel.
+        """
         return {"library": describe_library(), "attention": self.kernel}

@@ -40,13 +40,18 @@ from steelyard.weights import llama_weights
 
 
 class MegatronTrain(TrainingLoop):
-    """The engine for work `train_rows`: the common training loop with a `MegatronTrainer` and
-    `HeldOutLoss`. Constructing it initializes Megatron's process groups, and raises RequestError
-    for what the engine cannot do or if a checkpoint has another plan. Rows are padded to one length
+    """The engine for work `train_rows` by Megatron: the common `TrainingLoop` with a
+    `MegatronTrainer`, `RowBatches` and `HeldOutLoss`. Constructing it initializes Megatron's
+    process groups (all ranks together; process-wide), and raises RequestError for what the engine
+    cannot do or if the checkpoint to resume from has another plan. Rows are padded to one length
     unless `tune.pack` is on and it runs uncompiled on one replica without a pipeline.
     """
 
     def __init__(self, job: Job) -> None:
+        """Check the job and the checkpoint to resume from, initialize Megatron's process groups
+        with all ranks together, and make trainer and batches; the model is built later, in
+        `prepare`. Raises RequestError as the class says.
+        """
         config.check_megatron(job)
         _check_resume(job)
         config.initialize_process_groups(job)
@@ -74,9 +79,11 @@ def _check_resume(job: Job) -> None:
 
 
 class MegatronStage:
-    """This rank's pipeline stage (`stage`, a MegatronLlama) inside Megatron's Float16Module, in 16
-    bit, and DistributedDataParallel (`module`). `build` makes both and `config`, `fill` sets the
-    weights and `weights`, their source for the record; `kernel` names the attention kernel.
+    """This rank's pipeline stage with Megatron's wrappers, the `model` of a `MegatronTrainer`.
+    `build()` sets `config` (TransformerConfig), `stage` (a `MegatronLlama`) and `module`,
+    DistributedDataParallel around it (around Float16Module in 16 bit). `fill(optimizer)` sets the
+    weights and `weights`, their source for the record (empty before). `kernel` names the attention
+    kernel; constructing it raises RequestError if that is unknown or cannot train.
     """
 
     def __init__(self, job: Job) -> None:
@@ -129,13 +136,20 @@ def _finalize_gradients(
 
 class MegatronTrainer(TorchLearner):
     """The learner of the training loop for Megatron, in place of `Trainer` (training/trainer.py):
-    `model` (a `MegatronStage`), Megatron's pipeline schedule and, after `prepare`, `optimizer`. As
-    a TorchLearner it writes and loads checkpoints, under the plan that it began with.
+    `model` (a `MegatronStage`), Megatron's pipeline schedule and, after `prepare`, `optimizer` (a
+    `MegatronAdam`). `backward` runs the schedule and sums gradients over replicas, `reduce` sums
+    the loss, `update` steps and returns the norm as a float. As a TorchLearner it writes and loads
+    checkpoints, under the plan that they were written with. `replicas` and `stages` are this rank's
+    process groups. Needs initialized process groups.
     """
 
     exchanges_separately = False  # replicas sum gradients inside the backward pass
 
     def __init__(self, job: Job) -> None:
+        """Store the job and the process groups of replicas and stages, which must be initialized;
+        the model is built in `prepare`. Raises RequestError if the attention kernel is unknown or
+        cannot train.
+        """
         self.job, self.model = job, MegatronStage(job)
         self.device: torch.device = job.device.torch_device
         self.replicas = parallel_state.get_data_parallel_group()
@@ -254,8 +268,9 @@ class MegatronTrainer(TorchLearner):
         return loss
 
     def update(self, lr: float) -> float:
-        """Clip, step and zero the gradients; return their norm before clipping, inf if fp16
-        overflowed.
+        """Clip the gradients, update the weights with this learning rate and zero the gradients;
+        return their norm before clipping as a float, inf if fp16 overflowed and no step was taken.
+        Waits for the device. All ranks call it together.
         """
         return self.optimizer.step(lr)
 

@@ -26,8 +26,10 @@ RANK_ORDER = ["dp", "sharding", "pp", "sep", "cp", "mp"]
 
 @dataclass
 class LossFactor:
-    """A mutable cell with the factor (a number or tensor, at first 1) by which fleet's pipeline
-    multiplies each micro-batch's loss; the trainer sets `value` before each step or evaluation.
+    """A mutable cell: `value`, a number or tensor (at first 1.0), is the factor by which fleet's
+    pipeline multiplies each micro-batch's summed loss when it computes it. The trainer sets it
+    before each step (replicas x micro-batches / targets) or evaluation (1); without a pipeline it
+    is not used.
     """
 
     value: Any = 1.0
@@ -38,9 +40,11 @@ class PlacedModel:
     """This rank's part of a model with its optimizer, wrapped as Paddle trains it; made by
     `place_model`.
 
-    `net` is the wrapped model to call, `stage` the layers inside it. `scaler` scales fp16 losses,
-    None otherwise. `parameters` are pairs (this package's name, Paddle parameter) of this rank.
-    `weights` is their source, for the record. `loss_factor` multiplies a pipeline's loss.
+    `net` is the wrapped model to call (fleet's pipeline with several stages), `stage` the
+    `PaddleStage` inside it, `optimizer` the AdamW, maybe inside fleet's wrappers. `scaler` scales
+    fp16 losses, None in other precisions. `parameters` are pairs (this package's name, Paddle
+    parameter) of this rank. `weights` is the source of the weights, for the record. `loss_factor`
+    multiplies a pipeline's losses.
     """
 
     net: Any

@@ -24,11 +24,14 @@ DETERMINISTIC_FLAGS = {"FLAGS_cudnn_deterministic": True, "FLAGS_embedding_deter
 
 
 class PaddleFramework(DeviceFramework):
-    """The framework `paddle` on one rank: joins ranks by paddle.distributed, drives `device` (the
-    accelerator's device class for Paddle) and prepares the matmuls and the all-reduce that are
-    timed.
+    """The framework `paddle` on one rank (a `Framework`): joins ranks by paddle.distributed
+    (`join_ranks`, `barrier`, `leave`), drives `device` (the accelerator's device object for
+    Paddle), and returns functions that are timed: `prepare_square_matmul`, `prepare_matmul` and
+    `prepare_all_reduce`. It has no profiler and compiles nothing (both None). `world` is the number
+    of ranks, 1 until they have joined.
 
-    `device` is the reference (`module:Class`) of that class; None raises RequestError.
+    The constructor's `device` is the reference `module:Class` of the device class; None raises
+    RequestError.
     """
 
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
@@ -77,7 +80,9 @@ class PaddleFramework(DeviceFramework):
         out = paddle.zeros_like(own_numbers)
 
         def sum_once() -> None:
-            """Copy this rank's numbers into the result tensor and all-reduce it."""
+            """Copy this rank's numbers into the result tensor and all-reduce it in place over all
+            ranks, which call it together; does not check the result.
+            """
             paddle.assign(own_numbers, out)
             dist.all_reduce(out)
 
@@ -132,7 +137,9 @@ class PaddleFramework(DeviceFramework):
         ), shape.flops
 
     def versions(self) -> dict[str, str | None]:
-        """Return the device class's library versions and Paddle's own."""
+        """Return the versions of the libraries that the device class knows, and `paddle`, Paddle's
+        own, by name.
+        """
         return {**super().versions(), "paddle": paddle.__version__}
 
     def compile_cache(self) -> dict[str, int] | None:

@@ -38,8 +38,9 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # from the rope base; old checkpoin
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor in a safetensors file, as the header describes it: file, dtype name (F32, BF16,
-    ...), shape.
+    """A tensor in a safetensors file, as the file's header describes it: `path` of the file,
+    `dtype` by safetensors' name (F32, BF16, ...), `shape`. Made by `_read_header`; the tensor's
+    numbers are not read.
     """
 
     path: Path
@@ -48,15 +49,21 @@ class TensorHeader:
 
 
 class HuggingFaceFolder:
-    """A checked Hugging Face folder of a Llama with safetensors, from which `read_parameter` reads
-    whole parameters by this package's names; `describe_source` is for the record.
+    """A checked Hugging Face folder of a Llama with safetensors: `read_parameter(name)` reads a
+    whole parameter as an fp32 array by this package's name, `describe_source()` returns the
+    weights' source for the record, `parameter_names` and `source_names` list names of parameters
+    and of the tensors that make them up. `files` are the safetensors files, `tensors` the
+    `TensorHeader`s by name.
 
     Constructing it reads the config and all headers, and raises RequestError if the folder has no
-    config or safetensors, the config differs from `model`, or a tensor is missing, foreign, of
-    another shape or of an unsupported dtype.
+    config or safetensors, a file is missing or damaged, the config differs from `model`, or a
+    tensor is missing, foreign, of another shape or of a dtype other than F64, F32, F16 and BF16.
     """
 
     def __init__(self, folder: Path, model: LlamaModel) -> None:
+        """Read and check config, file list, headers and tensors of the folder against `model`; sets
+        `files` and `tensors`. Raises RequestError as the class says. No tensor's numbers are read.
+        """
         self.folder, self.model = folder, model
         if not (folder / hf_config.CONFIG_NAME).is_file():
             raise RequestError(

@@ -25,7 +25,9 @@ IGNORED = -100
 
 
 class PaddleRMSNorm(nn.Layer):  # type: ignore[misc]
-    """RMSNorm over the hidden dimension by `kernels.rms_norm`; its weight [hidden] begins as 1."""
+    """RMSNorm over the last dimension by `kernels.rms_norm`: x / rms(x) * weight, with the model's
+    `norm_eps`. Its `weight` [hidden] begins as 1; every tensor-parallel rank has all of it.
+    """
 
     def __init__(self, model: LlamaModel, kernels: PaddleKernels) -> None:
         super().__init__()
@@ -35,7 +37,7 @@ class PaddleRMSNorm(nn.Layer):  # type: ignore[misc]
         self.eps, self.kernels = model.norm_eps, kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized x, of the same shape."""
+        """Return x / rms(x) * weight over the last dimension, of the shape of x."""
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
@@ -60,12 +62,17 @@ def row_parallel_linear(tp: int, inputs: int, outputs: int) -> Any:
 
 
 class PaddleBlock(nn.Layer):  # type: ignore[misc]
-    """A Llama transformer block in Paddle: attention and SwiGLU FFN, each after an RMSNorm and
-    added to the residual stream. With `tp` above 1 its linear layers are fleet's, and a rank has a
-    part of the heads and of the FFN. QKV outputs lie by key group: its queries, its key, its value.
+    """A Llama transformer block in Paddle: causal attention and SwiGLU FFN, each after an RMSNorm
+    and added to the residual stream. Its layers are `attention_norm`, `qkv`, `out`, `ffn_norm`,
+    `gate_up` and `down`. With `tp` above 1 its linear layers are fleet's, and a rank has a part of
+    the heads and of the FFN. QKV outputs lie by key group: its queries, its key, its value.
+    `forward` takes and returns [tokens, hidden].
     """
 
     def __init__(self, model: LlamaModel, tp: int, kernels: PaddleKernels) -> None:
+        """Create the layers with Paddle's own initial values, which are overwritten later. `tp`
+        above 1 needs initialized fleet; sizes of `model` are whole ones.
+        """
         super().__init__()
         self.dim, self.queries_per_group, self.kernels = (
             model.hidden // model.heads,
@@ -121,11 +128,15 @@ def rotary_angles(positions: Tensor, model: LlamaModel, dtype: Any) -> tuple[Ten
 
 
 class PaddleStage(nn.Layer):  # type: ignore[misc]
-    """Pipeline stage `index` of `count` of a Llama; with count 1 the whole model.
+    """Pipeline stage `index` of `count` of a Llama; with count 1 the whole model. `embed` is on the
+    first stage, `layers` are its blocks by their number in the model, `norm` and `output` (none if
+    tied) on the last. `forward` returns the residual stream, on the last stage the micro-batch's
+    summed loss.
 
     The trainer puts the micro-batches of a step into `micros`, and each forward removes the first:
-    stages send each other only the residual stream. `level` is Paddle's level of mixed precision,
-    None without.
+    stages send each other only the residual stream. `level` is Paddle's level of mixed precision
+    (`O2`), None without; `recompute`: blocks are computed again in the backward pass;
+    `logits_dtype` is that of the last micro-batch's logits, None on stages without logits.
     """
 
     def __init__(
@@ -138,6 +149,10 @@ class PaddleStage(nn.Layer):  # type: ignore[misc]
         recompute: bool,
         level: str | None,
     ) -> None:
+        """Create the layers of stage `index` (from 0) of `count`, with Paddle's own initial values,
+        which are overwritten later; the class describes the arguments. `tp` above 1 needs
+        initialized fleet.
+        """
         super().__init__()
         self.model, self.recompute, self.level, self.kernels = model, recompute, level, kernels
         self.first, self.last, self.tied = index == 0, index == count - 1, model.tied
@@ -195,8 +210,8 @@ class PaddleStage(nn.Layer):  # type: ignore[misc]
 
     @staticmethod
     def _run_recomputed(block: PaddleBlock, *inputs: Any) -> Tensor:
-        """Run a block and recompute it in the backward pass. No random state is saved, because
-        nothing is drawn.
+        """Run a transformer block on `inputs` and return its output, saving only the inputs: the
+        backward pass computes it again. No random state is saved, because nothing is drawn.
         """
         return fleet.utils.recompute(block, *inputs, preserve_rng_state=False)
 
@@ -217,5 +232,7 @@ class PaddleStage(nn.Layer):  # type: ignore[misc]
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of each target, unreduced; 0 where the target is IGNORED."""
+    """Return the cross-entropy of each target in nats, unreduced, from logits [targets, vocab] and
+    targets [targets, 1]; 0 where the target is IGNORED.
+    """
     return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")

@@ -19,12 +19,12 @@ TRIED = ("cpu", "fp32", "single", "dp", "sharding 1", "recompute")
 
 @dataclass(frozen=True)
 class PaddleModes:
-    """How a run's model is parallelized: degrees of tensor (`tp`) and pipeline (`pp`) parallelism,
-    replicas, and whether layers are recomputed.
-
-    `shards` replicas divide among them what ZeRO level `sharding` says (1 or 2); there are `copies`
-    of such groups, so that dp = copies x shards. `choose_modes` makes it from a job; `names` lists
-    the modes in use.
+    """How a run's model is parallelized, made from a job by `choose_modes`: `tp` and `pp` are the
+    degrees of tensor and pipeline parallelism. `shards` replicas divide among them what ZeRO level
+    `sharding` says (1: optimizer states, 2: gradients too; 0 or one shard: nothing); there are
+    `copies` of such groups, so that `dp` = copies x shards. `recompute`: whole layers are computed
+    again in the backward pass. `is_data_parallel` says whether there are only whole replicas,
+    `names` lists the modes in use.
     """
 
     tp: int
@@ -104,8 +104,8 @@ def refuse_modes(modes: PaddleModes, lacks: Mapping[str, str]) -> None:
 
 
 def list_untried(modes: PaddleModes, device: str, precision: str) -> list[str]:
-    """Return which of device type, precision and modes of a run this project's tests have never run
-    with Paddle.
+    """Return those of device type (`cpu`, `gpu`), precision and modes of a run that this project's
+    tests have never run with Paddle (they are not in `TRIED`), in this order.
     """
     return [item for item in (device, precision, *modes.names) if item not in TRIED]
 

@@ -20,8 +20,10 @@ GROWTH_STEPS = 1000
 
 
 class GradientClip(nn.ClipGradByGlobalNorm):  # type: ignore[misc]
-    """Paddle's clipping by the global norm, for gradients that are all on this rank, that keeps the
-    norm before clipping in `norm`: a tensor on the device, None until a step clipped.
+    """Paddle's clipping by the global norm (`clip_norm`) for gradients that are all on this rank,
+    which keeps the norm before clipping in `norm`: an fp32 tensor on the device, None until a step
+    has clipped. Paddle calls `_dygraph_clip` inside the optimizer's step; gradients are scaled in
+    place.
     """
 
     norm: Tensor = None
@@ -45,8 +47,9 @@ class GradientClip(nn.ClipGradByGlobalNorm):  # type: ignore[misc]
 
 
 class HybridGradientClip(HybridParallelClipGrad):  # type: ignore[misc]
-    """Fleet's clipping over tensor-parallel, pipeline and sharding ranks, which also keeps the norm
-    before clipping in `norm`: a tensor on the device, None until a step clipped.
+    """Fleet's clipping by the norm over tensor-parallel, pipeline and sharding ranks, which also
+    keeps the norm before clipping in `norm`: a tensor on the device, None until a step has clipped.
+    `install_readable_clip` puts it in the place of fleet's own.
     """
 
     norm: Tensor = None

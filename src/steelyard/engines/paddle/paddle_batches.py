@@ -16,10 +16,12 @@ Tensor = Any
 @dataclass(frozen=True)
 class PaddleMicroBatch:
     """A micro-batch of packed rows on Paddle's device; segments are the parts of its tokens that do
-    not see each other.
+    not see each other. Made by `pack_to_device`.
 
-    `lens` are the segments' lengths in tokens, on the host; `segment_starts` their cumulative sums
-    on the device, from 0 to all tokens. `targets` are the next tokens at `pick`.
+    `tokens` and `positions` (from 0 in each segment) are int64 [tokens]. `lens` are the segments'
+    lengths in tokens, on the host; `segment_starts` their cumulative sums, int32 [segments + 1],
+    from 0 to all tokens. `pick` are the indices of tokens whose logits are needed, at least one;
+    `targets` the next tokens there (IGNORED for one without loss).
     """
 
     tokens: Tensor
@@ -48,8 +50,9 @@ def pack_to_device(pack: RowPack) -> PaddleMicroBatch:
 
 
 class PaddleBatches(RowPacker):
-    """Makes this replica's micro-batches of packed rows on Paddle's device: a `RowPacker`
-    (training/packing.py), which chooses and packs the rows, with `to_device`.
+    """Makes this replica's micro-batches of packed rows on Paddle's device (the training loop's
+    `MicroBatchMaker`): a `RowPacker` (training/packing.py), which chooses the rows (`split_keys`)
+    and packs them as host arrays (`pack`), with `to_device`, which returns a `PaddleMicroBatch`.
     """
 
     def to_device(self, pack: RowPack) -> PaddleMicroBatch:

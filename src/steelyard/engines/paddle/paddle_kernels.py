@@ -26,8 +26,9 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 @dataclass(frozen=True)
 class PaddleKernels:
     """The kernels that a model of engine `paddle` uses, for matmuls in `dtype` (Paddle's name, such
-    as `bfloat16`): `rms_norm(x, weight, eps)` and `attend(q, k, v, micro)`. `names` says which were
-    chosen: `rms_norm` fused or plain, `attention` flash or plain. Made by `choose_paddle_kernels`.
+    as `bfloat16`): `rms_norm(x, weight, eps)`, and `attend(q, k, v, micro)`, causal attention of
+    [tokens, heads, D] inside each segment of a micro-batch. `names` says which were chosen:
+    `rms_norm` fused or plain, `attention` flash or plain. Made by `choose_paddle_kernels`.
     """
 
     dtype: str

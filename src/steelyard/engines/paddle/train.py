@@ -23,12 +23,18 @@ class PaddleTrainer:
     its optimizer. It writes no checkpoints.
 
     The constructor chooses modes and kernels, and raises RequestError for modes, attention kernels
-    or dtypes that Paddle or the device does not have; `prepare` builds the model. `overlaps` is
-    true for plain data parallelism without recomputation: gradients are then summed during the last
-    micro-batch's backward pass, else in `reduce` or by fleet.
+    or dtypes that Paddle or the device does not have; `prepare` builds the model (`placed`, a
+    `PlacedModel`). `evaluate` returns a summed loss; `backward`, `reduce` and `update` make a step.
+    `overlaps` is true for plain data parallelism without recomputation: gradients are then summed
+    during the last micro-batch's backward pass, else in `reduce` or by fleet. `dtypes` has the
+    dtypes seen of parameters, gradients, logits and states, which must be those of the precision
+    (RuntimeError).
     """
 
     def __init__(self, job: Job) -> None:
+        """Choose modes and kernels for the job, refusing by RequestError what Paddle or the device
+        does not have; no model is built. Raises ValueError if the case does not train.
+        """
         tune = job.case.tune
         self.job, self.train, self.precision = job, job.train, job.case.question.precision
         self.modes = modes.choose_modes(job)
@@ -102,8 +108,10 @@ class PaddleTrainer:
 
     def backward(self, micros: list[PaddleMicroBatch], targets: Tensor) -> Tensor:
         """Run forward and backward of a step's micro-batches and return this replica's sum of
-        losses / targets; `targets` is their number over all replicas. Paddle averages gradients
-        over replicas, so losses are multiplied by their number first: gradients end up summed.
+        losses / targets, a tensor on the device; `targets` is their number over all replicas.
+        Paddle averages gradients over replicas, so losses are multiplied by their number for the
+        backward pass: gradients end up summed. In a pipeline all stages call it together. Raises
+        RuntimeError for logits of a wrong dtype.
         """
         if self.modes.pp > 1:
             return self._run_pipeline(micros, targets)
@@ -128,7 +136,10 @@ class PaddleTrainer:
     def _run_pipeline(self, micros: list[PaddleMicroBatch], targets: Tensor) -> Tensor:
         """Run forward and backward of all micro-batches by fleet's 1F1B schedule and return this
         replica's sum of losses / targets, which every stage gets from the last. All stages call it
-        together. Raises RuntimeError for logits of a wrong dtype.
+        together. `targets` is their number over all replicas; for the backward pass losses are
+        multiplied by the number of replicas, because Paddle averages gradients over them, and in
+        fp16 by the loss scale; the returned loss is not. Raises RuntimeError for logits of a wrong
+        dtype.
         """
         net = self._set_up_pipeline(micros, self.modes.dp * len(micros) / targets, True)
         net.train()
@@ -187,7 +198,9 @@ class PaddleTrainer:
         return self._sum_over_replicas(loss)
 
     def sum_over_replicas(self, number: int) -> Tensor:
-        """Return a count summed over replicas, as a tensor of shape [1]."""
+        """Return a count of this rank summed over replicas, as an fp32 tensor of shape [1] on the
+        device. All ranks call it together.
+        """
         return self._sum_over_replicas(paddle.full([1], float(number)))
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
@@ -253,7 +266,7 @@ class PaddleTrainer:
         event.record(paddle.device.cuda.current_stream())
 
         def read() -> float:
-            """Wait for the copy and return the loss."""
+            """Wait until the loss has been copied to the host, and return it as a float."""
             event.synchronize()
             return float(host.numpy())
 
@@ -282,17 +295,21 @@ class PaddleTrainer:
 
 
 def _count_elements(tensors: list[Tensor]) -> int:
-    """Return the total number of elements."""
+    """Return the number of elements of all these Paddle tensors together."""
     return sum(int(tensor.size) for tensor in tensors)
 
 
 class PaddleTrain(TrainingLoop):
-    """The engine for work `train_rows`: the common training loop with a `PaddleTrainer` and
-    `HeldOutLoss`. Rows are padded to one length if there are several ranks or `tune.pack` is off.
-    Constructing it raises RequestError for what Paddle or the device cannot do.
+    """The engine for work `train_rows` on Paddle: the common `TrainingLoop` (its passes `before`,
+    `train` and `after`) with a `PaddleTrainer`, `PaddleBatches` and `HeldOutLoss`. Rows are padded
+    to one length if there are several ranks or `tune.pack` is off. Constructing it builds nothing,
+    and raises RequestError for what Paddle or the device cannot do.
     """
 
     def __init__(self, job: Job) -> None:
+        """Make the `PaddleTrainer` and its batches for the job; the model is built later, in
+        `prepare`. Raises RequestError for what Paddle or the device cannot do.
+        """
         trainer = PaddleTrainer(job)
         # On one device rows laid end to end need no padding; others must have micro-batches of one
         # size.

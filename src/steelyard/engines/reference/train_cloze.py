@@ -33,8 +33,10 @@ from steelyard.training.training_loop import TrainingLoop
 
 class ReferenceCloze(TrainingLoop):
     """The engine `reference` for work `train_cloze`, in the published program's way: the common
-    training loop, the accuracy as evaluation, every candidate padded to all positions. Its padding
-    is recorded, and never counted as work.
+    training loop with the accuracy as evaluation, where every candidate is a sequence of its own,
+    padded to all positions of the model, every layer is recomputed, and nothing is compiled. Its
+    padding tokens are recorded, and never counted as work. RequestError for an unknown attention
+    kernel or recompute mode.
     """
 
     def __init__(self, job: Job) -> None:

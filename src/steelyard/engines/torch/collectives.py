@@ -36,8 +36,8 @@ WholesAndParts = Sequence[tuple[Tensor, Tensor]]
 
 
 class PendingCollective(Protocol):
-    """The interface of a collective that has been issued and may not be finished: `wait` for it
-    before its tensors are used.
+    """The interface of a collective that has been issued and may not be finished: `wait` before its
+    tensors are used. On a device that makes the compute stream wait, on a CPU the host.
     """
 
     def wait(self) -> Any:
@@ -45,7 +45,9 @@ class PendingCollective(Protocol):
 
 
 class FinishedCollective:
-    """A collective with nothing to do, finished from the start."""
+    """A `PendingCollective` with nothing to do, finished from the start: `wait` returns at once.
+    `FINISHED` is its one instance, for a group that sends nothing.
+    """
 
     def wait(self) -> None:
         """Return at once."""
@@ -56,9 +58,10 @@ FINISHED = FinishedCollective()
 
 class SerialQueue:
     """Remembers the last collective of a group (`last`) so that `PlanGroup` issues the next one
-    only after it has finished.
+    only after it has finished; `append` stores one, and returns it wrapped so that it is waited for
+    once.
 
-    Used with gloo alone, which corrupts the heap if several all-gathers and an all-reduce of one
+    Made for gloo alone, which corrupts the heap if several all-gathers and an all-reduce of one
     group are under way (torch 2.13).
     """
 
@@ -90,12 +93,13 @@ class SingleWait:
 @dataclass(frozen=True)
 class PlanGroup:
     """The process group of this rank along one dimension of a plan: torch's `handle`, its `size`,
-    and this rank's index in it (`rank`).
+    and this rank's index in it (`rank`). The default is a group of this rank alone.
 
-    `all_reduce`, `reduce_scatter` and `all_gather` start a collective, whose result is waited for.
-    `is_live` says whether they are needed: a group of one sends nothing, unless `forced`, which
-    makes it run the collectives that several ranks would. `queue` keeps collectives from
-    overlapping; None lets them overlap.
+    `all_reduce` (in place), `reduce_scatter` and `all_gather` start a collective for several
+    tensors and return a `PendingCollective`; `reduce_now` waits. All ranks of the group must call
+    them. `is_live` says whether they are needed: a group of one sends nothing, unless `forced`,
+    which makes it run the collectives that several ranks would. `queue` (for gloo) keeps
+    collectives from overlapping; None lets them overlap.
     """
 
     handle: Any = None
@@ -168,11 +172,12 @@ ALONE = PlanGroup()
 
 @dataclass(frozen=True)
 class PlanGroups:
-    """The process groups of this rank, one for each dimension of its plan.
+    """The process groups of this rank, a `PlanGroup` for each dimension of its plan, by default
+    this rank alone; made by `create_plan_groups`.
 
     Of the data-parallel replicas, `shards` divide parameters, gradients or states among them, and
-    `copies` are the replicas that hold the same shard. `stages` is the pipeline, `tensor` the
-    tensor-parallel group.
+    `copies` are the replicas that hold the same shard; `replicas` is (copies, shards), over which a
+    sum over all replicas is taken. `stages` is the pipeline, `tensor` the tensor-parallel group.
     """
 
     copies: PlanGroup = ALONE

@@ -33,8 +33,9 @@ MAX_ARRAYS = 4  # that must fit into free memory, though at most two are made
 
 @dataclass(frozen=True)
 class PreparedMatmul:
-    """A matmul that is ready to be called, with its operands a [m, k] and b [k, n] as the call sees
-    them (either may be a transposed view); `call` returns the product [m, n].
+    """A matmul of `steelyard spec` that is ready to be called, with its operands `a` [m, k] and `b`
+    [k, n] as the call sees them (either may be a transposed view), for the check of its result;
+    `call()` returns the product [m, n], which the next call may overwrite.
     """
 
     call: Callable[[], Tensor]
@@ -98,10 +99,10 @@ MATMULS: Mapping[str, Callable[[Matmul, torch.device], PreparedMatmul]] = {
 
 def check_matmul(matmul: PreparedMatmul, precision: str) -> tuple[float, float]:
     """Run the matmul once, compute up to 32 of its rows and columns again in fp64, and return
-    (largest relative error, allowed error of this precision); nothing is raised.
+    (largest relative error, allowed error of this precision); a wrong result raises nothing.
 
     The sample is evenly spaced and includes the first and last row and column. The error is that of
-    `max_relative_error`.
+    `max_relative_error`. KeyError for a precision without a bound.
     """
     out = matmul.call()
     rows, columns = (_spread_indices(size, out.device) for size in out.shape)
@@ -127,7 +128,7 @@ def _spread_indices(size: int, device: torch.device) -> Tensor:
 
 def max_relative_error(result: Tensor, expected: Tensor) -> float:
     """Return the largest absolute difference of the result from the expected numbers, as a fraction
-    of these numbers' root mean square; computed in fp64.
+    of these numbers' root mean square; computed in fp64. NaN if the result has one.
     """
     root_mean_square = expected.double().square().mean().sqrt()
     return float(
@@ -137,9 +138,13 @@ def max_relative_error(result: Tensor, expected: Tensor) -> float:
 
 
 class TorchCeilings:
-    """The rows of `steelyard spec` for torch's device (a `FrameworkCeilings`): `rows` yields them,
-    capacity, memory, matmuls, copies, collectives and attention. Reasons why a device cannot run
-    some of them come from the device class's `lacks`, by precision or `copies` or `peers`.
+    """The rows of `steelyard spec` (best rates and sizes that a device reaches) for torch's device,
+    a `FrameworkCeilings`: `rows(quick)` yields them as `CeilingRow`s, in the order capacity,
+    memory, square matmuls, host copies, exchanges between ranks, the shipped cases' matmuls,
+    attention. `all_reduce_max` is over ranks, `release_memory` empties the allocator's cache.
+
+    Reasons why a device cannot run some of them come from the device class's `lacks`, by precision
+    or `copies` or `peers`.
     """
 
     def __init__(self, framework: TorchFramework) -> None:

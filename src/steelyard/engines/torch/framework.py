@@ -30,8 +30,9 @@ GRAPH_COUNTERS = {"hits": "fxgraph_cache_hit", "misses": "fxgraph_cache_miss"}
 
 class CompileCacheCounter:
     """Counts cache hits and misses of the compilers in this process: Triton's from construction on,
-    TorchInductor's since the process began. It installs itself as Triton's compilation listener, if
-    this Triton has one; `counts` returns the sums.
+    TorchInductor's since the process began. It makes itself Triton's compilation listener,
+    process-wide, replacing any other, if this Triton has one. `counts` returns {"hits", "misses"},
+    or None if nothing was compiled.
     """
 
     def __init__(self) -> None:
@@ -105,12 +106,14 @@ def random_matrix(
 
 
 class TorchFramework(DeviceFramework):
-    """The framework `torch` on one rank, which drives the accelerator's device (a `module:Class`
-    string, constructed here as `device`).
+    """The framework `torch` on one rank (a `Framework`), which drives the accelerator's device (a
+    `module:Class` string, constructed here as `device`): `join_ranks`, `barrier`, `leave` for ranks
+    (`world` is their number), `prepare_all_reduce`, `prepare_square_matmul` and `prepare_matmul`
+    for what is measured beside a pass, `profiler`, `compile_cache`, `threads`.
 
-    Constructing it raises RequestError if the accelerator has no device class for torch, and turns
-    off this package's Triton kernels, for the whole process, for devices that do not say they run
-    Triton.
+    Constructing it raises RequestError if the accelerator has no device class for torch, turns off
+    this package's Triton kernels, for the whole process, for devices that do not say they run
+    Triton, and starts to count compilations.
     """
 
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:

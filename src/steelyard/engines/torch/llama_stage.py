@@ -153,8 +153,10 @@ class LlamaStage(TrainableModel):
     tensor-parallel shard of a Llama, with parameters sharded among replicas at level `sharding` (0
     to 3, see shards.py).
 
-    `build` makes `module` and `exchange` with the weights, `compile` chooses what computes,
-    `forward` runs the stage; `kernel` is the name of the attention kernel.
+    `build` makes `module` (`LlamaStageParameters`) and `exchange` (`ReplicaExchange`) with the
+    weights, `compile` chooses what computes, `forward` runs the stage, and on the last stage
+    returns the micro-batch's summed cross-entropy in nats; `loss` is that of a pipeline of one
+    stage. `as_model_parts` is for checkpoints. `kernel` is the name of the attention kernel.
     """
 
     def __init__(self, job: Job, kernel: str, groups: PlanGroups, sharding: ShardingLevel) -> None:

@@ -24,7 +24,10 @@ BeforeBackward = Callable[[bool, bool], None]
 
 
 class StageComputation(Protocol):
-    """The interface of what computes one pipeline stage: `forward` (`LlamaStage` is one)."""
+    """The interface of what computes one pipeline stage (`LlamaStage` is one): `forward(x, micro)`
+    returns the stage's output for a micro-batch, on the last stage the summed loss; `x` is the
+    output of the stage before, None on the first.
+    """
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
         """Return the stage's output; `x` is the output of the stage before, None for the first
@@ -34,9 +37,10 @@ class StageComputation(Protocol):
 
 @dataclass
 class Neighbour:
-    """The stage before or after this one in the pipeline: `exchange` sends to it and receives from
-    it. At the ends of the pipeline `index` is out of range and every exchange does nothing. `sent`
-    are tensors with the sends that may still read them.
+    """The stage before or after this one in the pipeline, number `index` of `group`: `exchange`
+    sends a tensor to it and receives one, `wait_for_sends` ends sends that are under way. At the
+    ends of the pipeline `index` is out of range and every exchange does nothing. `sent` are
+    (tensor, send) of sends that may still read the tensor.
     """
 
     group: PlanGroup
@@ -79,7 +83,9 @@ class Neighbour:
 
 class Pipeline:
     """Runs this rank's stage for all micro-batches of a step in 1F1B order (`run_step`), or one
-    without backward (`loss`). `group` are the ranks of the stages, in order.
+    without backward (`loss`, known to all stages); all stages call them together. `group` are the
+    ranks of the stages, in order. `in_flight` are (input, output) of forward passes without their
+    backward pass.
 
     `like` has the dtype, device and width (its second dimension) of the stream that stages
     exchange; of its tokens this rank has one of `tp` parts. `before_backward(is_first, is_last)` is

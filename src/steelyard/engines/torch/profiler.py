@@ -60,9 +60,12 @@ def classify_kernel(name: str) -> ActivityKind:
 
 
 class TorchProfiler:
-    """torch's profiler of one rank's device, used once: `start`, then `stop`, which returns
-    activities. It records CPU operators with shapes and, unless the device is a CPU, all other
-    activities that torch supports.
+    """torch's profiler of one rank's device, used once: `start`, then `stop(trace)`. It records CPU
+    operators with shapes and, unless the device is a CPU, all other activities that torch supports.
+
+    `stop` returns the activities of the device (on a CPU, operators) and, if `trace` is a path,
+    writes the gzipped Chrome trace there; a trace above 2 GiB gives no activities and is not
+    written. It uses a temporary folder.
     """
 
     def __init__(self, device: torch.device) -> None:

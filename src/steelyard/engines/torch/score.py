@@ -53,9 +53,14 @@ class TorchScore(ScoringLoop):
 
 
 class TorchScorer(Scorer):
-    """This package's Llama on one rank, as the scoring loop uses it (`load`, `use`, `to_device`,
-    `hidden`, `logits`); a tensor-parallel rank holds a shard. In division open it caches keys and
-    values of a prefix of up to `prefix_rows` tokens.
+    """This package's Llama on one rank, as the scoring loop uses it; a tensor-parallel rank holds a
+    shard, and all ranks of the group compute together. `load` builds `model` with its weights,
+    `use(compiled)` switches to fast blocks, `to_device`, `hidden` and `logits` (this rank's part of
+    the vocabulary) compute a packed batch.
+
+    In division open it caches keys and values of a prefix of up to `prefix_rows` tokens (`prefix`;
+    None in division closed). `kernel` is the attention kernel; constructing it raises RequestError
+    if that cannot be used.
     """
 
     compiles = True

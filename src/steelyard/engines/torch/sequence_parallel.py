@@ -26,29 +26,32 @@ from steelyard.models.llama_fused import (
 
 
 def start_gathering_tokens(x: Tensor, group: PlanGroup) -> tuple[Tensor, Any]:
-    """Start to gather the tokens (first dimension) of all ranks, and return (tensor that will hold
-    them, what to wait for).
+    """Start an all-gather of the tokens (first dimension) of all ranks, and return (tensor [tokens
+    of all ranks, ...] that will hold them in the order of ranks, collective to `wait` for). All
+    ranks of the group must call it, with equally many tokens.
     """
     whole = x.new_empty(len(x) * group.size, *x.shape[1:])
     return whole, group.all_gather([(whole, x.contiguous())])
 
 
 def start_scattering_tokens(x: Tensor, group: PlanGroup) -> tuple[Tensor, Any]:
-    """Start a reduce-scatter over the first dimension, and return (tensor that will hold the sum at
-    this rank's tokens, what to wait for).
+    """Start a reduce-scatter over the first dimension, and return (tensor [tokens / ranks, ...]
+    that will hold the sum over ranks at this rank's tokens, collective to `wait` for). All ranks of
+    the group must call it; the tokens must be a multiple of the ranks.
     """
     part = x.new_empty(len(x) // group.size, *x.shape[1:])
     return part, group.reduce_scatter([(x.contiguous(), part)])
 
 
 class GatherTokens(torch.autograd.Function):
-    """Gather all tokens from the ranks' parts, waiting for them; the backward pass reduce-scatters
-    the gradient.
+    """An autograd function that gathers all tokens (first dimension) from the parts of the ranks of
+    a `PlanGroup`, in the order of ranks, and waits for them; the backward pass reduce-scatters the
+    gradient. All ranks of the group must run both.
     """
 
     @staticmethod
     def forward(context: Any, x: Tensor, group: PlanGroup) -> Tensor:
-        """Return x of all ranks along the first dimension."""
+        """Return x of all ranks of the group along the first dimension, in the order of ranks."""
         context.group = group
         whole, pending = start_gathering_tokens(x, group)
         pending.wait()
@@ -56,20 +59,26 @@ class GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient summed over ranks, at this rank's tokens."""
+        """Return the gradient of gathered tokens summed over ranks, at this rank's tokens, and None
+        for the group.
+        """
         part, pending = start_scattering_tokens(grads[0], context.group)
         pending.wait()
         return part, None
 
 
 class ScatterTokens(torch.autograd.Function):
-    """Reduce-scatter partial sums of all tokens to this rank's tokens, waiting for them; the
-    backward pass gathers the gradient.
+    """An autograd function that sums partial sums of all tokens (first dimension) over the ranks of
+    a `PlanGroup` and returns this rank's tokens of it (a reduce-scatter), waiting for them; the
+    backward pass gathers the gradient. All ranks of the group must run both; tokens are a multiple
+    of the ranks.
     """
 
     @staticmethod
     def forward(context: Any, x: Tensor, group: PlanGroup) -> Tensor:
-        """Return the sum of x over ranks, at this rank's tokens."""
+        """Return the sum of x [all tokens, ...] over the ranks of the group, at this rank's tokens:
+        [tokens / ranks, ...].
+        """
         context.group = group
         part, pending = start_scattering_tokens(x, group)
         pending.wait()
@@ -77,25 +86,31 @@ class ScatterTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the gradients of all ranks' tokens."""
+        """Return the gradient of scattered tokens, gathered from all ranks: [all tokens, ...], and
+        None for the group.
+        """
         whole, pending = start_gathering_tokens(grads[0], context.group)
         pending.wait()
         return whole, None
 
 
 class GatheredLinear(torch.autograd.Function):
-    """Column-parallel linear layer without bias: gather the tokens of all ranks from this rank's x,
-    then compute x @ weight.T.
+    """An autograd function, the column-parallel linear layer without bias: gather the tokens of all
+    ranks from this rank's x, then compute x @ weight.T, [all tokens, this rank's columns]. All
+    ranks of the group must run both passes.
 
-    The backward pass adds the weight's gradient to the tensor that `gradient(weight)` returns and
-    gives autograd none for it.
+    The backward pass gathers the tokens again, returns this rank's tokens of x's gradient, summed
+    over ranks, adds the weight's gradient to the tensor that `gradient(weight)` returns and gives
+    autograd none for it.
     """
 
     @staticmethod
     def forward(
         context: Any, x: Tensor, weight: Tensor, gradient: GradientOf, group: PlanGroup
     ) -> Tensor:
-        """Return [all tokens, this rank's output columns]; only this rank's tokens are saved."""
+        """Return x of all ranks times weightᵀ: [all tokens, this rank's output columns]. Of x only
+        this rank's tokens are saved.
+        """
         context.save_for_backward(x)
         context.weight, context.gradient, context.group = weight, gradient, group
         whole, pending = start_gathering_tokens(x, group)
@@ -104,8 +119,9 @@ class GatheredLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """Return the gradient of this rank's tokens; gather and reduce-scatter overlap with the two
-        matmuls.
+        """Return the gradient of x, this rank's tokens of it summed over ranks, and None for all
+        else; add the weight's to `gradient(weight)`. Tokens are gathered again; that and the
+        reduce-scatter overlap with the two matmuls.
         """
         [x] = context.saved_tensors
         whole, gathering = start_gathering_tokens(x, context.group)
@@ -118,17 +134,22 @@ class GatheredLinear(torch.autograd.Function):
 
 
 class TokenParallelLinears:
-    """The matmuls of a transformer block whose tokens are divided among tensor-parallel ranks,
-    around those of `inner`. `columns` are the column-parallel layers (QKV, gate and up); all others
-    are row-parallel.
+    """The matmuls of transformer blocks (`linear`, `swiglu_linear`: a `BlockLinears`) whose tokens
+    are divided among the tensor-parallel ranks of `group`, which must all call them: the matmul is
+    that of `inner`, with a gather of tokens before or a reduce-scatter after it.
+
+    `columns` are the column-parallel layers (QKV, gate and up), which take this rank's tokens and
+    return all tokens with this rank's columns; all others are row-parallel, and the other way
+    round.
     """
 
     def __init__(self, inner: BlockLinears, group: PlanGroup, columns: list[nn.Linear]) -> None:
         self.inner, self.group, self.columns = inner, group, {id(layer) for layer in columns}
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        """Apply a layer: a column-parallel one takes this rank's tokens and returns all tokens, a
-        row-parallel one the reverse, summed over ranks.
+        """Apply a layer of a tensor-parallel block: a column-parallel one takes this rank's tokens
+        and returns all tokens with this rank's columns; a row-parallel one takes all tokens and
+        returns this rank's, summed over ranks. All ranks must call it.
         """
         if id(layer) not in self.columns:
             return apply_function(ScatterTokens, self.inner.linear(x, layer), self.group)
@@ -142,7 +163,7 @@ class TokenParallelLinears:
         self, gate_up: Tensor, layer: nn.Linear, chunk: int, kernels: BlockKernels
     ) -> Tensor:
         """Apply SwiGLU and the row-parallel layer after it to all tokens, and return this rank's
-        tokens of the sum. The third argument is the number of columns in which gate and up
+        tokens of the sum over ranks. `chunk` is the number of columns in which gate and up
         alternate in `gate_up`.
         """
         return apply_function(
@@ -151,7 +172,8 @@ class TokenParallelLinears:
 
 
 class EmbedTokens(torch.autograd.Function):
-    """Embedding lookup in this rank's rows of the vocabulary, which begin at token `first_token`.
+    """An autograd function: embedding lookup in this rank's rows of the vocabulary, which begin at
+    token `first_token`.
 
     With several ranks, tokens of other ranks' rows give zeros, and the result is reduce-scattered
     to this rank's tokens. The backward pass adds the table's gradient to the tensor that
@@ -169,8 +191,9 @@ class EmbedTokens(torch.autograd.Function):
         group: PlanGroup,
         done: Callable[[], None],
     ) -> Tensor:
-        """Return the embeddings [tokens, hidden], or [tokens / ranks, hidden] with several ranks. A
-        rank's table may have no rows.
+        """Return the embeddings of `tokens` [T] from this rank's rows `table`: [T, hidden], or with
+        several ranks this rank's [T / ranks, hidden]. A rank's table may have no rows. `done` is
+        called after the backward pass.
         """
         is_own = None
         if group.size > 1:
@@ -193,7 +216,10 @@ class EmbedTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[None, ...]:
-        """Accumulate the table's gradient, call `done`, and return None for every input."""
+        """Add the embedding table's gradient to `gradient(table)` in place, unless this rank has no
+        rows; then call `done` and return None for every input. With several ranks the gradients of
+        all tokens are gathered first.
+        """
         tokens, is_own = context.saved_tensors
         grad = grads[0]
         if is_own is not None:
@@ -210,8 +236,9 @@ class EmbedTokens(torch.autograd.Function):
 
 
 class PickRows(torch.autograd.Function):
-    """Select rows of x, each at most once: x.index_select(0, pick). The backward pass puts
-    gradients back without sorting indices, as torch's own would.
+    """An autograd function that selects rows of x, each at most once (not checked):
+    x.index_select(0, pick). The backward pass puts gradients back into zeros without sorting
+    indices, which torch's own does.
     """
 
     @staticmethod
@@ -223,15 +250,17 @@ class PickRows(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of x: zeros with the picked rows' gradients put back."""
+        """Return the gradient of x: zeros with the picked rows' gradients put back; None for
+        `pick`.
+        """
         [pick] = context.saved_tensors
         return grads[0].new_zeros(context.size).index_copy_(0, pick, grads[0]), None
 
 
 class ColumnParallelLosses(torch.autograd.Function):
-    """Cross-entropy of each target, [targets], from logits of which every tensor-parallel rank has
-    some columns, beginning at token `first_token`. Logits are never gathered; only maxima and sums
-    are all-reduced.
+    """An autograd function: cross-entropy of each target, [targets], from logits [targets, columns]
+    of which every tensor-parallel rank has some columns, beginning at token `first_token`. Logits
+    are never gathered; only maxima and sums are all-reduced.
     """
 
     @staticmethod
@@ -243,7 +272,10 @@ class ColumnParallelLosses(torch.autograd.Function):
         group: PlanGroup,
         functions: "LossFunctions",
     ) -> Tensor:
-        """Return log(sum of exp(logits)) - target's logit of each target, the same on all ranks."""
+        """Return log(sum of exp(logits)) - target's logit of each target in nats, [targets] in fp32
+        at least, the same on all ranks. `targets` are tokens of the whole vocabulary. All ranks
+        must call it: two all-reduces.
+        """
         local_targets = targets - first_token
         is_own = (local_targets >= 0) & (local_targets < logits.shape[1])
         local_targets = torch.where(is_own, local_targets, 0)
@@ -251,25 +283,33 @@ class ColumnParallelLosses(torch.autograd.Function):
         sums = group.reduce_now(functions.sums(logits, maxima, local_targets, is_own))
         log_sum_exp = sums[0].log() + maxima
         context.save_for_backward(logits, log_sum_exp, local_targets, is_own)
-        context.code = functions
+        context.functions = functions
         return log_sum_exp - sums[1]
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Return the gradient of this rank's columns of the logits."""
-        return context.code.gradients(*context.saved_tensors, grads[0]), None, None, None, None
+        """Return the gradient of this rank's columns of the logits, in their dtype, and None for
+        all else. Nothing is exchanged.
+        """
+        return context.functions.gradients(*context.saved_tensors, grads[0]), None, None, None, None
 
 
 class LossFunctions:
-    """The functions that compute losses and their gradients from logits, compiled by torch.compile
-    for dynamic sizes or as they are written.
+    """The functions that compute losses and their gradients from logits: compiled by torch.compile
+    for dynamic sizes, on their first call, if `compiled`, else as they are written.
 
-    `maxima`, `sums` and `gradients` are for logits divided by columns, `losses` for whole logits.
+    For logits divided by columns among ranks (`ColumnParallelLosses`): `maxima` of a row's columns,
+    `sums` of exponentials with targets' logits, `gradients` of logits. `losses` is the
+    cross-entropy of whole logits.
     """
 
     def __init__(self, compiled: bool) -> None:
+        """Choose the functions, compiled or plain; a compiled one is compiled when it is first
+        called.
+        """
+
         def maybe_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            """Compile a function if asked to."""
+            """Return the function compiled for dynamic sizes if `compiled`, else itself."""
             return torch.compile(function, dynamic=True) if compiled else function
 
         self.maxima, self.sums, self.gradients = (
@@ -286,15 +326,15 @@ def _at_least_fp32(logits: Tensor) -> Tensor:
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of each target, unreduced, [targets]: a compiler would choose other
-    code for a sum whenever there are few targets.
+    """Return the cross-entropy of each target in nats, [targets], computed in fp32 at least. It is
+    not summed here: a compiler would choose other code for a sum whenever there are few targets.
     """
     return F.cross_entropy(_at_least_fp32(logits), targets, reduction="none")
 
 
 def _maxima(logits: Tensor) -> Tensor:
-    """Return the largest logit of each target in this rank's columns, [targets]; -inf if this rank
-    has no columns.
+    """Return the largest logit of each target in this rank's columns, [targets] in fp32 at least;
+    -inf if this rank has no columns.
     """
     wide = _at_least_fp32(logits)
     return wide.amax(1) if logits.shape[1] else wide.new_full(logits.shape[:1], -torch.inf)
@@ -303,9 +343,10 @@ def _maxima(logits: Tensor) -> Tensor:
 def _exp_sums_and_targets(
     logits: Tensor, maxima: Tensor, local_targets: Tensor, is_own: Tensor
 ) -> Tensor:
-    """Return [2, targets]: the sum of exp(logit - maximum) over this rank's columns, and the
-    target's logit if its column is on this rank, else 0. `maxima` [targets] are over all ranks;
-    `local_targets` are the targets' columns on this rank, valid where `is_own` is true.
+    """Return [2, targets] in fp32 at least: the sum of exp(logit - maximum) over this rank's
+    columns, and the target's logit if its column is on this rank, else 0; zeros if this rank has no
+    columns. `maxima` [targets] are over all ranks; `local_targets` are the targets' columns on this
+    rank, valid where `is_own` is true.
     """
     wide = _at_least_fp32(logits)
     if not logits.shape[1]:
@@ -317,8 +358,9 @@ def _exp_sums_and_targets(
 def _logit_gradients(
     logits: Tensor, log_sum_exp: Tensor, local_targets: Tensor, is_own: Tensor, grad: Tensor
 ) -> Tensor:
-    """Return the gradient of this rank's logits, (softmax - one-hot target) x grad, in the logits'
-    dtype. `log_sum_exp` [targets] is over all ranks.
+    """Return the gradient of this rank's logits [targets, columns], (softmax - one-hot target) x
+    grad, in the logits' dtype. `log_sum_exp` [targets] is over all ranks, `grad` [targets] the
+    gradient of the losses; a target's column `local_targets` counts only where `is_own` is true.
     """
     columns = torch.arange(logits.shape[1], device=logits.device)
     is_target = (columns == local_targets[:, None]) & is_own[:, None]

@@ -130,14 +130,14 @@ class ShardedParameter:
 
 
 class ExchangeUnit:
-    """Parameters that are exchanged together (an embedding, a block, or norm with output), and the
-    state of their exchange, which `ReplicaExchange` changes.
+    """Parameters that are exchanged together (`parameters`: of an embedding, a block, or norm with
+    output), and the state of their exchange, which `ReplicaExchange` changes.
 
     `backward_reads`: the backward pass needs the weights too, as all but an embedding's does.
-    `exchanged` are the parameters that have rows. `gathering` and `reducing` are collectives in
-    flight, `gathered` is true from the start of gathering until weights are dropped (sharding 3).
-    `adds`: the reduced gradients are added to those of earlier micro-batches. `last`: they are of
-    the step's last micro-batch.
+    `exchanged` are the parameters that have rows. `gathering` and `reducing` are the collectives of
+    weights and of gradients in flight (None: none), `gathered` is true from the start of gathering
+    until weights are dropped (sharding 3). `adds`: the reduced gradients are added to those of
+    earlier micro-batches. `last`: they are of the step's last micro-batch.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], backward_reads: bool = True) -> None:
@@ -398,8 +398,8 @@ class ReplicaExchange:
 
 
 class _CallInBackward(torch.autograd.Function):
-    """An autograd function that returns views of the same tensors; `call` is called when their
-    gradients pass in the backward pass.
+    """An autograd function that returns views of the same tensors; `call`, without arguments, is
+    called once in the backward pass when their gradients pass, which are not changed.
     """
 
     @staticmethod

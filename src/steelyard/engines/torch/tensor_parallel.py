@@ -19,9 +19,12 @@ from steelyard.plan.degrees import Plan
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
-    """A tensor-parallel group as seen from one of its ranks: which shard of the model it has
-    (`share`), and torch's process group. `total` sums over it, `gather` stacks every rank's tensor.
-    A group of one sends nothing.
+    """A tensor-parallel group for scoring, as seen from one of its ranks: `share`, the `Shard`
+    (index of count) of the model that it has, and `group`, torch's process group (None for one
+    rank, the default). Made by `create_tensor_parallel_group`.
+
+    `total` sums a tensor over the group in place, `gather` stacks every rank's tensor; all ranks
+    call them together. A group of one sends nothing.
     """
 
     share: Shard = WHOLE

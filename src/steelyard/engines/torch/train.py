@@ -37,7 +37,10 @@ from steelyard.training.training_loop import HeldOutLoss, TrainingLoop
 
 class PlanPlacement(SingleDevicePlacement):
     """The placement of a Llama under any plan (TP, PP, DP, sharding): what its ranks exchange in a
-    step, for the `Trainer`. `attach` sets up gradients and pipeline.
+    step, for the `Trainer`. `attach` sets up gradient buffers and pipeline, `backward` runs a
+    step's micro-batches, `reduce` waits for gradients and sums the loss, `compute_norm` is the
+    gradients' norm over the whole model, `send_updates` sends updated rows: all ranks call these
+    together. `to_checkpoint_tensors` marks tensors with their places in the whole model.
     """
 
     def __init__(self, stage: LlamaStage, groups: PlanGroups, device: torch.device) -> None:
@@ -89,15 +92,17 @@ class PlanPlacement(SingleDevicePlacement):
         return [torch.zeros((), dtype=self.loss_dtype, device=self.device)]
 
     def evaluate(self, model: TrainableModel, micro: Any) -> Tensor:
-        """Return a micro-batch's summed loss in nats, known to all stages of a pipeline, which must
-        all call it.
+        """Return a micro-batch's summed loss in nats under this plan, without a backward pass; in a
+        pipeline all stages get it. All ranks that share a model (stages, tensor-parallel ranks, and
+        replicas that shard weights) must call it.
         """
         return model.evaluate(micro) if self.pipeline is None else self.pipeline.loss(micro)
 
     def backward(self, model: TrainableModel, micros: list[Any], weigh: WeighLoss) -> None:
-        """Run forward and backward of a step's micro-batches, in 1F1B order if the plan has a
-        pipeline, else one after the other; gradients are exchanged as sharding says. `weigh` turns
-        a summed loss into what backward starts from.
+        """Run forward and backward of a step's micro-batches of this rank, in 1F1B order if the
+        plan has a pipeline, else one after the other; gradients accumulate, and are exchanged as
+        sharding says, perhaps still after it returns. `weigh` turns a summed loss into what
+        backward starts from; it is called on the last stage only.
         """
         if self.pipeline is not None:
             self.pipeline.run_step(micros, weigh)

@@ -29,8 +29,12 @@ from steelyard.training.training_loop import TrainingLoop
 
 class TorchCloze(TrainingLoop):
     """The engine `torch` for work `train_cloze`: the common training loop over packed cloze
-    samples, with the accuracy as evaluation. `record` replaces the device's own recorder of kernel
-    launches, for tests; None uses that of the device if it has one and the tune allows it.
+    samples, with the accuracy as evaluation.
+
+    `record` records a micro-batch's kernel launches for replay (a CUDA graph), and replaces the
+    device's own recorder, for tests; None uses that of the device if `choose_recorder` finds one.
+    With a recorder, micro-batches are padded to a few sizes, unless the largest has too many
+    tokens. RequestError for fp8, and for kernels and recompute modes that it cannot run.
     """
 
     def __init__(self, job: Job, record: GraphRecorder | None = None) -> None:

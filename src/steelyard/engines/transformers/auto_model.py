@@ -79,8 +79,8 @@ class SplitModel:
     tokens, `head` logits [rows, vocabulary] from hidden states [rows, hidden], with all that the
     model does to logits. `model` is the whole.
 
-    `layers` is the name of the attribute of `owner` that holds the list of layers; None if there is
-    no such list.
+    `layers` is the name of the attribute of `owner`, a module inside the base, that holds the list
+    of layers, so that they can be replaced by compiled ones; None if there is no such list.
     """
 
     model: Any
@@ -91,7 +91,9 @@ class SplitModel:
 
 
 class _BaseStub(nn.Module):
-    """A stand-in for a model's base that returns the given `inputs_embeds` as its hidden states."""
+    """A stand-in for a model's base, for the time in which its head alone is called: it returns the
+    given `inputs_embeds` as its hidden states (`_BaseOutput`).
+    """
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **others: Any) -> Any:
         """Return `inputs_embeds` as the last hidden states; other arguments are ignored."""
@@ -190,9 +192,9 @@ def _find_layers(base: nn.Module, count: int) -> tuple[Any, str | None]:
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """The size of a model: number of parameters, and forward FLOPs per token without attention over
-    pairs (`token_flops`), per pair of tokens (`pair_flops`, attention), and per token whose logits
-    are computed (`logit_flops`).
+    """The size of a model, counted on meta tensors by `count_model`: `parameters`, their number,
+    and forward FLOPs per token without attention over pairs (`token_flops`), per pair of tokens in
+    all layers (`pair_flops`, attention), and per token whose logits are computed (`logit_flops`).
     """
 
     parameters: int

@@ -55,9 +55,12 @@ class TransformersScore(ScoringLoop):
 
 
 class TransformersScorer(Scorer):
-    """A model of the library on one rank, as the scoring loop uses it (`load`, `use`, `to_device`,
-    `hidden`, `logits`). `model` is set by `load`. Constructing it raises RequestError if
-    `tune.attention` is neither `auto` nor one of the SDPA backends in ATTENTION.
+    """A model of the library on one rank, as the scoring loop uses it: `load` sets `model` (a
+    `SplitModel`), `use(compiled)` puts compiled or plain layers into it, `to_device`, `hidden` and
+    `logits` compute a padded batch. `compiles` is whether the model has a list of layers.
+
+    Constructing it raises RequestError if `tune.attention` is neither `auto` nor one of the SDPA
+    backends in ATTENTION.
     """
 
     model: SplitModel
@@ -167,9 +170,12 @@ def _load_llama(scorer: TransformersScorer) -> tuple[SplitModel, dict[str, Any]]
 def _load_auto(scorer: TransformersScorer) -> tuple[SplitModel, dict[str, Any]]:
     """Return (a model of family `auto`, loaded by the library itself and split into base and head;
     source of its weights for the record). Sets `scorer.auto_details`, details for the record.
+    Weights are read from the safetensors in folder `job.weights`, or are random from the case's
+    seed if that is None, which sets torch's global seed.
 
     Raises RequestError if FLOPs or parameters counted here differ from what the case says, the
-    folder's weights do not fit, or the model cannot be split.
+    folder's weights do not fit or are quantized, or the model cannot be split, which a trial run on
+    the device finds out.
     """
     question = scorer.job.case.question
     counted = asdict(auto_model.count_model(auto_model.config_of_model(question.model)))

@@ -49,15 +49,18 @@ PACKED_ATTENTION = "steelyard_packed"  # the name of our kernels in the library
 
 @dataclass(frozen=True)
 class RowsMicroBatch(MicroBatch):
-    """A micro-batch of rows of one length, with whether plain causal attention is right for it."""
+    """A `MicroBatch` of rows of one length: `begins_rows` is true if the segment of every learned
+    token begins its row, so that plain causal attention is right and no mask is needed. Made by
+    `SegmentedRows.to_device`.
+    """
 
     # every segment from which something is learned begins its row: plain causal attention is right
     begins_rows: bool
 
 
 class SegmentedRows(RowBatches):
-    """Makes micro-batches of rows of one length (padded, several segments to a row) that know
-    whether they need a mask: `to_device` returns `RowsMicroBatch`.
+    """A `RowBatches` that makes micro-batches of rows of one length (padded, perhaps several
+    segments to a row) that know whether they need a mask: `to_device` returns `RowsMicroBatch`.
     """
 
     def to_device(self, pack: RowPack) -> RowsMicroBatch:
@@ -109,9 +112,11 @@ def choose_transformers_attention(job: Job) -> str:
 
 class FsdpSharding:
     """Shards the layers of the library's model by FSDP over all devices, as its users do: `shard`
-    divides a model, `placement` is what the trainer uses. Constructing it raises RequestError
-    unless `tune.sharding` is set, for all replicas together, and creates a device mesh, so all
-    ranks must.
+    divides a model in place and returns its outermost sharded modules, `placement` makes what the
+    trainer uses. `mesh` is the device mesh over all replicas.
+
+    Constructing it raises RequestError unless `tune.sharding` is set, for all replicas together,
+    and creates that mesh, so all ranks must.
     """
 
     def __init__(self, job: Job) -> None:
@@ -164,9 +169,13 @@ class FsdpSharding:
 
 
 class TransformersLlama(TrainableModel):
-    """The library's Llama as the trainer uses it; `kernel` is `sdpa` or one of this package's
-    packed attention kernels, `fsdp` shards it, None on one device. `masked` counts the
-    micro-batches, of `batches`, for which SDPA needed a mask.
+    """The library's Llama as the trainer uses it (a `TrainableModel`): `build` makes `module` with
+    its weights, `compile` sets up recomputation and compilation, `loss` returns a micro-batch's
+    summed cross-entropy in nats.
+
+    `kernel` is `sdpa` or one of this package's packed attention kernels; `fsdp` shards the model,
+    None on one device. `masked` counts the micro-batches, of `batches`, for which SDPA needed a
+    mask; both stay 0 with other kernels.
     """
 
     def __init__(self, job: Job, kernel: str, fsdp: FsdpSharding | None) -> None:

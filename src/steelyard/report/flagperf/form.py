@@ -15,8 +15,9 @@ TextPair = tuple[str, str]  # English, Chinese
 
 @dataclass(frozen=True)
 class FormLines:
-    """Fixed lines of a page in English and in Chinese. A {name} in them is replaced by its values,
-    several on one line.
+    """Fixed lines of a page, Markdown with line breaks, in English (`en`) and Chinese (`zh`). A
+    {name} in them is replaced by the page's values of that name (PAGE_VALUES and a few of the
+    layout), joined by `; `; `/` if there are none.
     """
 
     en: str
@@ -25,8 +26,8 @@ class FormLines:
 
 @dataclass(frozen=True)
 class LinePerValue:
-    """One line for each value of the name `value`, after a prefix in which {n} is the number of the
-    line, from 1.
+    """One line of a page for each value of the page value named `value`, after a `prefix` in which
+    {n} is the number of the line, from 1; a single line with `/` if there is no value.
     """
 
     prefix: str
@@ -35,11 +36,13 @@ class LinePerValue:
 
 @dataclass(frozen=True)
 class MetricListEntry:
-    """A row in a list of metrics on FlagPerf's page: `name`, and `index`, the short name of the
-    metric, a reference to a column, or a {name} of a page value.
+    """A row of a list of metrics on FlagPerf's page, with three cells: `name`, `index` and a
+    meaning.
 
-    `meaning_of` names the metric or setting whose meaning is printed in the last cell, which is
-    empty without it; `strong` makes the row bold.
+    `name` and `index` (the metric's short name, or a reference made by `see_column`) are pairs of
+    texts in English and Chinese, printed as they are, but for {names} of page values in `index`,
+    which are filled in. `meaning_of` names the setting or metric whose meaning is the last cell,
+    which is empty without it. `strong` makes name and index bold.
     """
 
     name: TextPair
@@ -50,7 +53,9 @@ class MetricListEntry:
 
 @dataclass(frozen=True)
 class MetricList:
-    """A table that explains metrics: the titles of its three columns, and its rows."""
+    """A table of a page that explains metrics: `heads`, the titles of its three columns in English
+    and Chinese, and `entries`, its rows (name, index, meaning).
+    """
 
     heads: tuple[TextPair, TextPair, TextPair]
     entries: tuple[MetricListEntry, ...]
@@ -58,11 +63,13 @@ class MetricList:
 
 @dataclass(frozen=True)
 class ValueColumn:
-    """A column of the table of values: a setting of a run (`setting`, a key of ROW_SETTINGS), or
-    `metrics` whose numbers are joined by a slash.
+    """A column of the table of values: a setting of a run (`setting`, a key of ROW_SETTINGS), or,
+    if that is empty, `metrics` whose numbers are joined by a slash. `title` is a pair of texts in
+    English and Chinese.
 
-    `form` is the number format if it is not that of the metric. A value in another unit than `unit`
-    is printed with its unit, any other with `suffix`; an empty `unit` stands for any.
+    `form` is the number format (such as "percent") if it is not that of the metric. A value in
+    another unit than `unit` is printed with its unit, any other with `suffix`; an empty `unit`
+    stands for any.
     """
 
     title: TextPair
@@ -75,8 +82,8 @@ class ValueColumn:
 
 @dataclass(frozen=True)
 class ValueTable:
-    """The table of values, one row per valid run. `header_value` names a page value (a key of
-    PAGE_VALUES) that is printed in a row above them; empty for no such row.
+    """The table of values of a page: `columns`, and one row per valid run. `header_value` names a
+    page value (a key of PAGE_VALUES) that is printed in a row above them; empty for no such row.
     """
 
     columns: tuple[ValueColumn, ...]
@@ -88,8 +95,10 @@ FormPart = FormLines | LinePerValue | MetricList | ValueTable
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The form of one of FlagPerf's pages: its parts in order, and what differs from page to page.
-    `dataset` and `category` are texts of the page; `addresses` are where FlagPerf gets the dataset.
+    """The form of one of FlagPerf's pages: `parts` in order (fixed lines, lines of values, lists of
+    metrics, the table of values), and what differs from page to page. `dataset`, `category` and
+    `addresses` (where FlagPerf gets the dataset) are texts in English and Chinese that fill {names}
+    of the parts.
 
     `explained_columns` are (column, metric) pairs that the page's own list of metrics lacks, and
     which a note explains. With `note_data`, a note says which data was read, because the lines have

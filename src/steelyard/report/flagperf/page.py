@@ -50,9 +50,9 @@ DASHES = "-------"  # in a row that stands above others
 
 @dataclass(frozen=True)
 class CasePage:
-    """A finished page: `name` is a safe file name without a suffix, `text` the Markdown,
-    `accelerator` the kinds of device. `build_flagperf_pages` makes it, and the command line writes
-    it.
+    """A finished page of one case, size and accelerator, made by `build_flagperf_pages`: `name` is
+    a safe file name without a suffix, unique among the pages made together, `text` the whole
+    Markdown, `accelerator` the kinds of device. The command line writes or prints it.
     """
 
     name: str
@@ -64,8 +64,12 @@ class CasePage:
 
 @dataclass(frozen=True)
 class PageSource:
-    """What a page is made from: its layout, the records of one case and accelerator, what differs
-    from the shipped case, and the words of its language.
+    """What a page is made from: its `layout`, the `records` of one case and accelerator, `changed`
+    (texts on what differs from the shipped case; empty if nothing), and `say`, the words of its
+    language.
+
+    Properties `valid_records` (the rows of its table) and `described_records` (the valid ones, or
+    all if none is valid); `translate(pair)` returns the text of the page's language.
     """
 
     layout: PageLayout
@@ -84,7 +88,7 @@ class PageSource:
         return self.valid_records or self.records
 
     def translate(self, text: TextPair) -> str:
-        """Return the English or the Chinese text, by the language of the page."""
+        """Return the text of a pair (English, Chinese) that is in the language of the page."""
         return text[LANGS.index(self.say.lang)]
 
 

@@ -222,8 +222,8 @@ PAGE_VALUES: dict[str, ListValues] = {
 
 
 def list_page_values(records: list[Record], name: str, say: PageWords) -> list[str]:
-    """Return the values of this name (a key of PAGE_VALUES) of all records, each once; KeyError for
-    an unknown name.
+    """Return the texts of the page value `name` (a key of PAGE_VALUES) of all records, each once,
+    in their order; empty if unknown in all of them. KeyError for an unknown name.
     """
     return list(
         dict.fromkeys(value for record in records for value in PAGE_VALUES[name](record, say))

@@ -54,8 +54,8 @@ _LINE_FORMAT = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns as (role, text), human and assistant alternating and the human first, and an
-    instruction to the assistant before them, mostly empty.
+    """One conversation: `turns` as (role, text), human and assistant alternating and the human
+    first, the assistant at least once; and `instruction` to the assistant before them, mostly "".
     """
 
     turns: tuple[tuple[Role, str], ...]
@@ -63,18 +63,22 @@ class Conversation:
 
 
 def read_conversations(source: Path, joint: str = DEFAULT_JOINT) -> tuple[list[Conversation], str]:
-    """Read all conversations of a file, or of the folder that holds it, in file order; return them
-    with the file's name. `joint` is put between instruction and input of alpaca's JSON. Raises
-    RequestError if the file is missing, unreadable, too large or malformed.
+    """Read all conversations of a file in file order; return them with the file's name. `source` is
+    alpaca's JSON or conversations as JSON lines, perhaps gzipped, or a folder with exactly one such
+    file (.json, .jsonl, perhaps .gz; tokenizer files aside).
+
+    `joint` is put between instruction and input of alpaca's JSON, and has no effect on JSON lines.
+    Raises RequestError if the file is missing, unreadable, too large or malformed, or a folder has
+    none or several.
     """
     path = _find_file(source)
     return list(_parse_conversations(_read_content(path), path, joint)), path.name
 
 
 def check_source(source: Path) -> None:
-    """Raise RequestError if a file, or the folder of one, does not begin with a valid conversation.
-    Parses no more than the first, and reads at most the first MiB (unpacked); a conversation that
-    is cut there is accepted.
+    """Raise RequestError if a data file (alpaca's JSON or JSON lines, perhaps gzipped, or a folder
+    with exactly one such file) does not begin with a valid conversation. Parses no more than the
+    first, and reads at most the first MiB (unpacked); a conversation that is cut there is accepted.
     """
     path = _find_file(source)
     with jsonl.refuse_unreadable(path):

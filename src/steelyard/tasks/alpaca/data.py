@@ -103,8 +103,9 @@ def prepare(request: TaskRequest) -> PreparedData:
 
 @dataclass(frozen=True)
 class ConversationSample:
-    """One tokenized conversation, perhaps cut, with the tokens that are learned (those that count
-    in the loss).
+    """One tokenized conversation, perhaps cut: `tokens`, and `learned`, per token whether it counts
+    in the loss as a target. `beyond` is the learned token behind a cut, which is only the target of
+    the last token and in no row itself; None if there is none or it is not kept.
     """
 
     tokens: tuple[int, ...]
@@ -244,8 +245,8 @@ def count_totals(samples: list[ConversationSample]) -> dict[str, int | float]:
 
 
 class ConversationRows:
-    """Training rows of whole conversations; implements `TrainingRows`. The key of a row is the
-    tuple of its samples' numbers.
+    """Training rows of whole conversations; implements `TrainingRows`: `batch`, `row`, `held_out`.
+    The key of a row is the tuple of its samples' numbers.
 
     The global batch counts samples: `batch_samples` per step, of endless epochs, each its own
     permutation of all samples that are not held out. With `pack` the samples of a batch are packed

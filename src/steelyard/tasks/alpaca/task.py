@@ -9,7 +9,9 @@ from steelyard.tasks.held_out_loss import rows_task
 
 
 class GeneratedConversationsConfig(FrozenModel):
-    """How to generate alpaca's data: the number of `conversations`, and the seed."""
+    """How to generate alpaca's data (`question.data.made`): the number of distinct `conversations`,
+    and the `seed`, 0 by default.
+    """
 
     conversations: int = Field(ge=1)
     seed: int = 0

@@ -42,8 +42,10 @@ _LINE_FORMAT = 'a line is {"text": "…"}'
 
 @dataclass(frozen=True)
 class LambadaTexts:
-    """Tokenized passages, each with its begin token (if the tokenizer has one) and end token;
-    implements `PassageTexts`. Made by `encode_passages`; lists are per passage.
+    """Tokenized passages to score, made by `encode_passages`; implements `PassageTexts`. Per
+    passage: `rows`, its token ids with the begin token (if the tokenizer has one) and the end
+    token; `groups`, its own number (nothing is shared); `index`, its position in the whole set;
+    `last`, the tokens of its last word without the end token.
     """
 
     rows: list[list[int]]
@@ -112,9 +114,10 @@ def load_passages(data: LambadaData, source: Path | None) -> tuple[list[str], st
 
 
 def read_passages(source: Path) -> list[str]:
-    """Read all passages of a file, or of the folder that holds it, in line order. Raises
-    RequestError if the file is missing, unreadable, empty or above a limit (64 MiB, a million
-    lines, 1 MiB in a line), or a line is malformed.
+    """Read all passages, in line order, of a JSON-lines file (perhaps gzipped) or of the folder
+    that holds it: the first of `FILE_NAMES` in it, else in its `data/`. Raises RequestError if the
+    file is missing, unreadable, empty or above a limit (64 MiB, a million lines, 1 MiB in a line),
+    or a line is malformed.
     """
     path = _find_file(source)
     with jsonl.refuse_unreadable(path, "; LAMBADA's test set has 1.8 MB"):
@@ -130,8 +133,8 @@ def read_passages(source: Path) -> list[str]:
 
 
 def check_source(source: Path) -> None:
-    """Raise RequestError if a file, or the folder of one, is missing or empty, or its first line is
-    not one of LAMBADA. Reads no further lines.
+    """Raise RequestError if LAMBADA's file, or the folder that holds it (or whose `data/` does), is
+    missing or empty, or the first line is not one of LAMBADA. Reads no further lines.
     """
     path = _find_file(source)
     line = next(jsonl.read_json_lines(path, _LINE_FORMAT, MAX_LINE_BYTES), None)

@@ -53,9 +53,9 @@ class LambadaAnswers(GrownModel):
 
 class LambadaOutputs(GrownModel):
     """What a record keeps of LAMBADA: per passage its number of target tokens (`targets`), how many
-    of these are the last word's (`last`), and its position in the whole set (`index`); and the
-    answers of each pass. Refuses lists that contradict each other. Answers of version 1 (`version`
-    None) have no `argmax`.
+    of these are the last word's (`last`), and its position in the whole set (`index`); and in
+    `passes` the `LambadaAnswers` of each pass by name. Validation refuses lists that contradict
+    each other. Answers of version 1 (`version` None) have no `argmax`.
     """
 
     LATER: ClassVar[tuple[str, ...]] = ("version",)

@@ -12,7 +12,9 @@ from steelyard.words import get_meanings
 
 
 class GeneratedPassagesConfig(FrozenModel):
-    """How to generate LAMBADA's data: the number of `passages`, and the seed."""
+    """How to generate LAMBADA's data (`question.data.made`): the number of distinct `passages`, and
+    the `seed`, 0 by default.
+    """
 
     passages: int = Field(ge=1)
     seed: int = 0

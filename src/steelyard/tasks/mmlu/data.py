@@ -76,9 +76,10 @@ def load_subjects(data: MmluData, source: Path | None) -> tuple[list[Subject], s
 
 
 def read_subjects(source: Path) -> list[Subject]:
-    """Read all subjects of MMLU's folder or tar, sorted by name. Raises RequestError if there are
-    no files, a subject lacks its dev or test file, or something is unreadable, malformed or above a
-    limit (bytes, rows, members).
+    """Read all subjects of MMLU, sorted by name. `source` is a tar, or a folder with dev/*_dev.csv
+    and test/*_test.csv in it or in its data/, or with exactly one tar. Raises RequestError if there
+    are no files, a subject lacks its dev or test file, or something is unreadable, malformed or
+    above a limit (bytes, rows, members).
     """
     files: dict[tuple[str, str], bytes] = {}
     size = 0
@@ -110,8 +111,9 @@ def read_subjects(source: Path) -> list[Subject]:
 
 
 def check_source(source: Path) -> None:
-    """Raise RequestError if a folder or tar holds no file of MMLU, or the first one is not MMLU's
-    CSV. Of a folder no more than that file is read, of a tar nothing behind it.
+    """Raise RequestError if a path (a tar, or a folder as for `read_subjects`) holds no file of
+    MMLU, or the first one is not MMLU's CSV. Of a folder no more than that file is read, of a tar
+    nothing behind it.
     """
     first_file = next(_iterate_files(source), None)
     if first_file is None:

@@ -11,9 +11,9 @@ from steelyard.tasks.questions import QuestionFields
 
 
 class MmluData(QuestionFields):
-    """The fields of `question.data` of MMLU: those of `QuestionFields` (shots, context, subjects,
-    fingerprint, made), with 57 as the default number of subjects; data files with another number
-    are refused.
+    """The fields of `question.data` of MMLU (`kind` "mmlu"): those of `QuestionFields` (shots,
+    context, subjects, fingerprint, made), with 57 as the default number of `subjects`; data files
+    with another number are refused.
     """
 
     kind: Literal["mmlu"]

@@ -9,7 +9,9 @@ from steelyard.tasks.held_out_loss import rows_task
 
 
 class GeneratedTextConfig(FrozenModel):
-    """How to generate a corpus: the number of `documents`, at least three, and the seed."""
+    """How to generate a corpus (`question.data.made`): the number of `documents`, at least three,
+    and the `seed`, 0 by default.
+    """
 
     documents: int = Field(ge=3)
     seed: int = 0

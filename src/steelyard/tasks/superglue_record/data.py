@@ -104,8 +104,9 @@ def _read_queries(
 
 @dataclass(frozen=True)
 class _CandidateSet:
-    """A sample before it is tokenized: a query, the candidate texts that are scored for it, the
-    indices of the right ones, and the answers' texts (in training the one answer).
+    """A sample before it is tokenized: a `query`, the candidate `texts` that are scored for it, the
+    indices of the `right` ones, and the texts of the `answers` (in training the one answer, in
+    evaluation all of the query).
     """
 
     query: Query

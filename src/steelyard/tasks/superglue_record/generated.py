@@ -78,11 +78,12 @@ _WORDS = tuple(
 
 
 class GeneratedClozeTokenizer:
-    """The tokenizer of the generated cloze task, a `WordPieces`: a token is a whole word or
-    punctuation mark, and words outside the task are [UNK].
+    """The tokenizer of the generated cloze task, a `WordPieces`: `encode` makes a token of each
+    whole word or punctuation mark, adds nothing, and words outside the task are [UNK]. `source` is
+    "made", `end` None; `pad`, `cls` and `mask` are ids 0 to 2.
 
     `vocab` does not include the start and end tokens of a piece, which follow it; the model has two
-    embedding rows more. `end` is None.
+    embedding rows more.
     """
 
     source = "made"

@@ -35,8 +35,10 @@ _PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "–": "
 
 @dataclass(frozen=True)
 class Query:
-    """One query of ReCoRD with its passage, candidates (`entities`) and answers. Texts are
-    normalized (see `normalize_punctuation`); highlights of the passage are "- " items.
+    """One query of ReCoRD: its `passage`, the `query` text with one placeholder, `entities`, the
+    candidates (each once, sorted), `answers` (each once, in the order of the file), and `name`, the
+    line of the file and the number of the query in it, from 1 (`LINE-NUMBER`). Texts are normalized
+    (see `normalize_punctuation`); highlights of the passage are "- " items.
     """
 
     passage: str

@@ -33,9 +33,9 @@ UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 
 class ClozeEvaluation(FrozenModel):
-    """One evaluation, after `step` steps and `samples` trained samples: the chosen candidate of
-    every answered question, as (question, candidate) pairs in question order, candidate -1 if the
-    scores were not finite; `repeated` counts answers that came again.
+    """One evaluation, after `step` steps and `samples` trained samples: `choices` has the chosen
+    candidate of every answered question, as (question, candidate) pairs of indices in question
+    order, candidate -1 if the scores were not finite; `repeated` counts answers that came again.
     """
 
     step: int
@@ -45,14 +45,16 @@ class ClozeEvaluation(FrozenModel):
 
 
 class ClozePassOutputs(FrozenModel):
-    """The outputs of a pass of ReCoRD that does not train: its evaluations, of which it has one."""
+    """The outputs of a pass of ReCoRD that does not train (`before`, `after`): its `evaluations`, a
+    list of one `ClozeEvaluation`.
+    """
 
     evaluations: list[ClozeEvaluation]
 
 
 class ClozeTrainOutputs(FrozenModel):
-    """The outputs of ReCoRD's training pass: its evaluations in the order of steps (perhaps none),
-    and why it ended early, or None.
+    """The outputs of ReCoRD's training pass: its `evaluations` in the order of steps (a list of
+    `ClozeEvaluation`, perhaps empty), and `stopped`, why it ended early, or None.
     """
 
     evaluations: list[ClozeEvaluation]
@@ -62,7 +64,8 @@ class ClozeTrainOutputs(FrozenModel):
 class ClozeOutputs(FrozenModel):
     """What a record keeps of ReCoRD: `items`, the number of evaluated questions; per question the
     indices of the right candidates (`right`), and each candidate's exact match (`em`, 0 or 1) and
-    F1 (0 to 1); and the outputs of each pass.
+    F1 (`f1`, 0 to 1); and in `passes` the outputs of each pass by name. Validation refuses lists of
+    other lengths, and choices that do not exist.
     """
 
     items: int

@@ -16,8 +16,8 @@ from steelyard.words import get_meanings
 
 
 class GeneratedClozeConfig(FrozenModel):
-    """How to generate queries: `queries` to train on, `held_out` to evaluate, each with `entities`
-    candidates, and from which seed.
+    """How to generate queries (`question.data.made`): the number of `queries` to train on and of
+    `held_out` ones to evaluate, each with `entities` candidates, and the `seed`, 0 by default.
     """
 
     queries: int = Field(ge=2)
