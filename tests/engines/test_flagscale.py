@@ -190,7 +190,7 @@ def test_a_failing_program_fails_the_run_with_its_error(
         (
             "script",
             (
-                "the dry run's script has no plain torchrun command: there is ';' in it; nothing"
+                "the dry run's script has no plain torchrun command: it contains ';'; nothing"
                 " was started"
             ),
         ),
@@ -212,7 +212,7 @@ def test_an_unusable_dry_run_is_refused(
         ((), "engine flagscale runs a checkout of FlagScale; name it: --set engine.checkout=DIR"),
         (
             ("--set=engine.checkout=none",),
-            "engine.checkout 'none': no run.py in it; name a checkout of FlagScale",
+            "engine.checkout 'none' has no run.py; name a checkout of FlagScale",
         ),
         (
             ("--engine", "torch", "--set=engine.checkout=none"),

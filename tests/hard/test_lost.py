@@ -78,7 +78,7 @@ def test_record_is_printed_when_it_cannot_be_saved(
     printed, line = capsys.readouterr().err.splitlines()
     assert (exit_info.value.code, json.loads(printed)) == (1, record.record_to_json(made))
     expected = (
-        f"error: the record cannot be written to {str(tmp_path / 'out')!r}: File too large; nor can"
+        f"error: the record cannot be written to {str(tmp_path / 'out')!r}: File too large; nor to"
         f" {str(tmp_path / 'tmp')!r}"
     )
     assert line == golden("file-too-large-it-stands-above", expected)

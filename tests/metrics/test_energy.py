@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from metrics.test_table import make_mmlu_record, make_rank_file, make_run_facts, make_telemetry
+from metrics.test_metric_table import (
+    make_mmlu_record,
+    make_rank_file,
+    make_run_facts,
+    make_telemetry,
+)
 from steelyard.metrics import energy, metric_table
 from steelyard.metrics.energy import DeviceEnergy, measure_device_energy
 from steelyard.record.record import Record

@@ -2,7 +2,7 @@
 
 import pytest
 
-from metrics.test_table import GIB, make_mmlu_record, make_rank_file, resolve_small_case
+from metrics.test_metric_table import GIB, make_mmlu_record, make_rank_file, resolve_small_case
 from steelyard.metrics import metric_table as metrics
 from steelyard.plan import flops
 

@@ -281,7 +281,7 @@ def test_a_layout_has_cumulative_and_longest_lengths() -> None:
         rows.context_tokens,
     ] == [9, 6, 5, 18]
     assert rows.contexts.cu_lengths.dtype == torch.int32
-    with pytest.raises(ValueError, match="every context"):
+    with pytest.raises(ValueError, match="contexts, groups and spans do not match"):
         make_cloze_layout([3], [1, 1], [1], CPU)
 
 

@@ -523,7 +523,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         _make_json_edit(
             checkpoint_folders.INDEX_FILE, lambda t: _embedding_of(t).update(dtype="float64")
         ),
-        "is float64 of [2048, 192]",
+        "is float64 [2048, 192]",
     ),
     "one missing": (
         _make_json_edit(
@@ -577,7 +577,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
             checkpoint_folders.INDEX_FILE,
             lambda t: _embedding_of(t)["chunks"][0].update(offset=[0], sizes=[393216]),
         ),
-        "do not add up",
+        "do not cover it exactly once",
     ),
     "huge losses": (
         _make_json_edit(checkpoint_folders.STATE_FILE, lambda t: t.update(losses=[1e308] * 9)),

@@ -10,7 +10,7 @@ import pytest
 
 from fixtures.commands import Shell
 from fixtures.golden import golden
-from run.test_load import write_files
+from run.test_cpu_load import write_files
 from steelyard import accelerators
 from steelyard.accelerators import nvml
 from steelyard.errors import RequestError

@@ -11,7 +11,7 @@ import pytest
 
 from fixtures.golden import golden
 from fixtures.records import RUNS, copy_published_record, rewrite_record
-from metrics.test_table import make_mmlu_record
+from metrics.test_metric_table import make_mmlu_record
 from steelyard import words
 from steelyard.errors import RequestError
 from steelyard.metrics.verify import verify_record

@@ -113,8 +113,8 @@ class EngineRow:
             and question.task_row.batch_unit not in self.batches_of
         ):
             why = (
-                f": its global batch counts {question.task_row.batch_unit}, several to a row that do not"
-                " see each other"
+                f": its global batch counts {question.task_row.batch_unit}, several to a row that do"
+                " not see each other"
             )
         unsupported_variants = sorted(_model_variants(question) - set(self.variants))
         if (
@@ -122,7 +122,8 @@ class EngineRow:
             and question.model.family in self.families
             and unsupported_variants
         ):
-            why = f": its model has {', '.join(f'question.model.{name}' for name in unsupported_variants)}"
+            fields = ", ".join(f"question.model.{name}" for name in unsupported_variants)
+            why = f": its model has {fields}"
         return (
             f"engine {self.name!r} does not run {case.name}{why}; allowed:"
             f" {', '.join(able_engines) or 'none'}"
@@ -314,7 +315,8 @@ def _import_failure(engine_row: EngineRow, error: ImportError) -> RequestError |
     )
     if is_out_of_memory(error):
         return MemoryError(
-            f"engine {engine_row.name!r} cannot be imported for lack of memory ({why}); {MORE_MEMORY_HINT}"
+            f"engine {engine_row.name!r} cannot be imported for lack of memory ({why});"
+            f" {MORE_MEMORY_HINT}"
         )
     if isinstance(error, ModuleNotFoundError):
         return RequestError(
@@ -322,7 +324,8 @@ def _import_failure(engine_row: EngineRow, error: ImportError) -> RequestError |
         )
     reinstall_command = f"pip install --force-reinstall {extra}"
     return RequestError(
-        f"engine {engine_row.name!r} cannot be imported ({why}); install what it needs again: {reinstall_command}"
+        f"engine {engine_row.name!r} cannot be imported ({why}); install what it needs again:"
+        f" {reinstall_command}"
     )
 
 

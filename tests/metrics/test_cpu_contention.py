@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fixtures.golden import golden
-from metrics.test_table import (
+from metrics.test_metric_table import (
     get_metric_value,
     make_mmlu_record,
     make_run_facts,

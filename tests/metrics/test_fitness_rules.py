@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fixtures.golden import golden
-from metrics.test_table import make_mmlu_record, make_run_facts
+from metrics.test_metric_table import make_mmlu_record, make_run_facts
 from steelyard.accelerators import nvml
 from steelyard.metrics import fitness_rules
 from steelyard.metrics.cpu_contention import CPU_SERVES_DEVICE_LIMITS, ContentionShare
