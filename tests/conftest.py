@@ -55,7 +55,7 @@ LONGEST_FIRST = (
     "cli/test_terminal",
     "cli/test_sweep",
     "tasks/test_superglue_case",
-    "weights/test_megatron",
+    "weights/test_megatron_checkpoint",
     "engines/",
 )
 

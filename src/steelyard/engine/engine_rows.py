@@ -113,8 +113,8 @@ class EngineRow:
             and question.task_row.batch_unit not in self.batches_of
         ):
             why = (
-                f": its global batch counts {question.task_row.batch_unit}, several to a row that do"
-                " not see each other"
+                f": its global batch counts {question.task_row.batch_unit}, several to a row that"
+                " do not see each other"
             )
         unsupported_variants = sorted(_model_variants(question) - set(self.variants))
         if (

@@ -62,7 +62,8 @@ def describe_folder(folder: Path) -> dict[str, Any]:
         raise RequestError(
             f"{folder / hf_config.CONFIG_NAME}: model_type is"
             f" {short_repr(config.get('model_type'))}, and transformers {_library_version()} has no"
-            " causal language model of that type; give another model, or install a newer transformers"
+            " causal language model of that type; give another model, or install a newer"
+            " transformers"
         )
     fields = {
         key: value for key, value in remove_unwanted_keys(config).items() if key != "model_type"
