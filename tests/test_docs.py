@@ -241,7 +241,7 @@ def test_commands_in_the_docs_run_or_lack_only_their_inputs(line, tmp_path):
     )
     missing_input_errors += (
         "cannot be started: No such file",
-        "no run.py in it",
+        "has no run.py",
         "is not here yet",
     )
     refused = result.returncode == 2 and any(text in result.stderr for text in missing_input_errors)
