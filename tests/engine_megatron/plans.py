@@ -197,7 +197,7 @@ def read_megatron_state(engine: Any) -> dict:
     ]
     groups, main_weights = (
         engine.trainer.optimizer.inner.param_groups,
-        engine.trainer.optimizer.kept(),
+        engine.trainer.optimizer.updated_tensors(),
     )
     return {
         "marked": marked,
