@@ -22,7 +22,7 @@ class Event(Protocol):
 
 
 class Timeline(Protocol):
-    """What the measured loop (run/measure.py) needs of a device (a protocol): `event` marks a point
+    """Protocol of a device that the measured loop (run/measure.py) times: `event` marks a point
     in its stream, `synchronize` waits for all its work. Every FrameworkDevice has both.
     """
 

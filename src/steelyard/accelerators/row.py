@@ -50,7 +50,7 @@ class TelemetrySource:
 
 
 class FrameworkDevice(Protocol):
-    """What every framework's device class of an accelerator has (a protocol): `event` and
+    """Protocol of the device classes of an accelerator, one per framework: `event` and
     `synchronize` to time with, `memory` and `reset_memory` for peaks, `identity` and `versions` for
     the record, `set_precision`, which refuses precisions, `backend` and `matmul_shape`. A worker
     constructs it with its local rank and the clock of the measured loop.

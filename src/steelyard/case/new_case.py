@@ -30,7 +30,7 @@ MAX_NAME_LENGTH = 64
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a Hugging Face folder says about its model, as input for a new case; cli/model_case.py
+    """The model of a Hugging Face folder, described as input for a new case; cli/model_case.py
     makes it.
 
     `fields` are those of [question.model], `tiny_fields` the same for size smoke, None if no tiny
