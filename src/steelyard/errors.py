@@ -2,8 +2,8 @@
 word them.
 
 Any room raises `RequestError`, `EngineError` or `LostError`; `cli` catches them, prints their text
-and chooses the exit code. Also here: recognizing that memory ran out, and short texts of untrusted
-values.
+and chooses the exit code. Also here: recognizing that memory ran out, short texts of untrusted
+values, and one clean line of another library's error.
 """
 
 import errno
@@ -24,6 +24,15 @@ LIBRARY_NOT_MAPPED = "failed to map segment from shared object"
 OUT_OF_MEMORY_LINE = re.compile(
     rf"^([\w.]*MemoryError\b.*|.*\bstd::bad_alloc|.*{LIBRARY_NOT_MAPPED}.*)$"
 )
+# What a library's error says of the machine and not of the problem: paths of files (two slashes or
+# more), source files with their line, addresses.
+_PLACES = re.compile(
+    r"[\w.~+-]*(?:/[\w.~+-]+){2,}(?::\d+)?|[a-z]+://\S*|\b[\w-]+\.(?:cpp|cc|cuh?|hpp|h|py):\d+"
+    r"|\b0x[0-9a-fA-F]+"
+)
+_EXCEPTION_NAME = re.compile(r"\b(?:[A-Za-z_]\w*)?(?:Error|Exception)\b|\b\w+ error: ")
+ERROR_LINE_CHARS = 200
+_READ_CHARS = 10 * ERROR_LINE_CHARS  # of a first line: some errors list all that a library has
 
 
 def short_repr(value: Any) -> str:
@@ -163,3 +172,21 @@ def format_in_one_line(error: BaseException) -> str:
     the name of its type if it has no text.
     """
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def clean_error_line(text: str) -> str:
+    """Return the first line of another library's error on one line of at most `ERROR_LINE_CHARS`
+    characters: without unprintable characters, and with `…` in the place of paths, URLs, source
+    lines and addresses; empty if the text is.
+    """
+    first_line = next(iter(text.strip().splitlines()), "")[:_READ_CHARS]
+    printable = "".join(char if char.isprintable() else " " for char in first_line)
+    line = " ".join(_PLACES.sub("…", printable).split())
+    return line if len(line) <= ERROR_LINE_CHARS else line[: ERROR_LINE_CHARS - 1].rstrip() + "…"
+
+
+def names_exception(text: str) -> bool:
+    """Return whether a text holds the name of an exception class, such as RuntimeError, or the
+    beginning of a device library's error, such as `CUDA error: `.
+    """
+    return _EXCEPTION_NAME.search(text) is not None

@@ -7,6 +7,9 @@ code that a row names only when it is used, so that reading the rows imports no 
 """
 
 import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -22,6 +25,21 @@ from steelyard.errors import (
 )
 
 RowType = TypeVar("RowType")
+MAX_NAME_CHARS = 100  # of a package's name or version, both of which other people write
+
+
+@dataclass(frozen=True)
+class Provider:
+    """The installed package (distribution) whose entry point brings a row: its `name` and its
+    `version`, None if its metadata states none. As text `name version`.
+    """
+
+    name: str
+    version: str | None
+
+    def __str__(self) -> str:
+        """Return name and version, such as `acme-engine 1.2`; the name alone without a version."""
+        return " ".join(filter(None, (self.name, self.version)))
 
 
 def load_rows(group: str, row_type: type[RowType], noun: str) -> list[RowType]:
@@ -46,6 +64,30 @@ def load_rows(group: str, row_type: type[RowType], noun: str) -> list[RowType]:
     return loaded
 
 
+def find_provider(group: str, name: str) -> Provider | None:
+    """Return the package that brings the row of this name to an entry-point group, or None if the
+    row is a shipped one or unknown. Rows count by where they come from: that of another package is
+    its own, even if it names code of this one.
+
+    Imports the packages of the group. Raises ImportError or AttributeError if one cannot be loaded;
+    `load_rows` reports that better, so call it before.
+    """
+    entries = _find_entry_points(group, tuple(sys.path))
+    return next((_describe_provider(entry) for entry in entries if entry.load().name == name), None)
+
+
+def _describe_provider(entry: EntryPoint) -> Provider:
+    """Return the package of an entry point, each text on one line and bounded; the module that the
+    entry point names stands for a package whose metadata has no name.
+    """
+    metadata = {} if entry.dist is None else entry.dist.metadata.json
+    name, version = (
+        " ".join(str(metadata.get(key) or "").split())[:MAX_NAME_CHARS]
+        for key in ("name", "version")
+    )
+    return Provider(name or entry.module[:MAX_NAME_CHARS], version or None)
+
+
 @cache
 def _find_entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     """Return the entry points of a group, looked up once per search path and then cached; `path` is
@@ -63,15 +105,21 @@ def load_rows_by_name(
     Raise RequestError if two rows have one name, or if a package's row cannot be loaded or has
     another type.
     """
-    by_name: dict[str, RowType] = {}
-    for row in [*shipped, *load_rows(group, row_type, noun)]:
-        name = str(getattr(row, "name"))  # noqa: B009  every kind of row has one
-        if name in by_name:
+    rows = [*shipped, *load_rows(group, row_type, noun)]
+    names = [str(getattr(row, "name")) for row in rows]  # noqa: B009  every kind of row has one
+    check_unique_names(names, noun)
+    return dict(zip(names, rows, strict=True))
+
+
+def check_unique_names(names: Iterable[str], noun: str) -> None:
+    """Raise RequestError, with the name, if a name occurs twice among rows of one kind: no package
+    replaces a row of another, nor a shipped one. `noun` names the kind of row, such as "task".
+    """
+    for name, count in Counter(names).items():
+        if count > 1:
             raise RequestError(
                 f"{noun} {name!r} is defined twice; uninstall one of the packages that define it"
             )
-        by_name[name] = row
-    return by_name
 
 
 def load_reference(reference: str) -> Any:

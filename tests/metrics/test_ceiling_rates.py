@@ -92,8 +92,29 @@ def test_a_missing_ceiling_has_a_note():
     assert derive_ceiling(reason="a CPU has no TF32", stretches=[]).note == Message(
         "ceiling.text", {"text": "a CPU has no TF32"}
     )
+    lacks = Message("ceiling.unsupported", {"framework": "torch"})
+    assert derive_ceiling(reason=lacks, stretches=[]).note == lacks
     assert derive_ceiling(amount=None).note == Message("ceiling.nothing")
     assert derive_ceiling(stretches=make_stretches(*[0.0] * 5)).note == Message("ceiling.short")
+
+
+@pytest.mark.parametrize(
+    ("reason", "error_text", "code", "shown"),
+    [
+        ("RuntimeError: no kernel at /opt/a/b.so", None, "failed", "RuntimeError: no kernel at …"),
+        ("NotImplementedError", None, "failed", "NotImplementedError"),
+        ("a RuntimeError of old", None, "text", None),
+        ("needs two devices", None, "text", None),
+        (Message("ceiling.memory"), "MemoryError: 0x12", "memory", "MemoryError: …"),
+    ],
+)
+def test_an_exception_is_no_reason(reason, error_text, code, shown):
+    """Older records hold type and first line of an exception as the reason."""
+    bench = make_bench(reason=reason, error_text=error_text, stretches=[])
+    note = ceiling_rates.make_ceiling_note(bench, LIMITS)
+    assert note is not None
+    assert note.code == f"ceiling.{code}"
+    assert ceiling_rates.find_error_text(bench) == shown
 
 
 def test_shares_are_of_the_matching_datasheet_figure():

@@ -11,9 +11,11 @@ from fixtures.engines import (
     make_scoring_record,
     make_trained_record,
 )
-from steelyard.metrics import engine_groups, stats
+from fixtures.report import WITHOUT_INTERVAL
+from steelyard.metrics import engine_groups, ratio, standing, stats
 from steelyard.metrics.engine_groups import AnswerDifferences, EngineGroup, StepDifference
 from steelyard.metrics.estimates import Estimate
+from steelyard.metrics.ratio import Ratio
 from steelyard.record.record import Record
 from steelyard.record.run_facts import Restart
 from steelyard.tasks.task import Differences
@@ -35,8 +37,16 @@ def test_answers_are_compared_with_those_of_engine_torch() -> None:
     # a question without an answer in one run is compared in neither
     assert comparison.rows[1].answers == AnswerDifferences(Differences(7, 1), None, None, 0.25)
     assert [row.quality for row in comparison.rows] == [0.5, 0.25]
-    assert [row.rate for row in comparison.rows] == [Estimate(100.0), Estimate(50.0)]
-    assert [row.ratio for row in comparison.rows] == [Estimate(1.0), Estimate(0.5)]
+    assert [row.rate for row in comparison.rows] == [
+        Estimate(100.0, (99.0, 101.0)),
+        Estimate(50.0, (49.5, 50.5)),
+    ]
+    assert [row.source for row in comparison.rows] == ["steps", "steps"]
+    # the intervals are of steps inside single runs, so their ratio has none
+    assert [row.ratio for row in comparison.rows] == [
+        Ratio(1.0, None, "not tested"),
+        Ratio(pytest.approx(0.5), None, "not tested"),
+    ]
     assert (comparison.metric, comparison.unit, comparison.without) == ("acc", "tokens/s", ())
 
 
@@ -69,8 +79,10 @@ def test_of_several_runs_the_largest_difference_counts() -> None:
     assert comparison.rows[0].rate.value == 102.0
     assert comparison.rows[0].rate.interval == pytest.approx((102 - half, 102 + half))
     assert [row.source for row in comparison.rows] == ["runs", "runs"]
+    assert comparison.rows[1].ratio == ratio.compare_values([100.0, 104.0], [40.0, 44.0])
     assert comparison.rows[1].ratio is not None
-    assert comparison.rows[1].ratio.value == 42 / 102
+    assert comparison.rows[1].ratio.value == pytest.approx(sqrt(40 * 44 / (100 * 104)))
+    assert comparison.rows[1].ratio.verdict == "significant"
 
 
 def test_likeliest_tokens_are_compared_where_both_have_them() -> None:
@@ -105,16 +117,19 @@ def test_a_run_that_is_not_valid_has_answers_and_no_rate() -> None:
         other_row.ratio,
         other_row.mfu,
         other_row.mem,
-        other_row.valid_count,
+        other_row.uncounted_rate,
+        other_row.counted,
         len(other_row.records),
-    ) == (None, None, None, 10.0, 0, 1)
+    ) == (None, None, None, 10.0, 100.0, (), 1)
     mixed = compare_engines(
         make_scoring_record("torch", "A" * 8),
         make_scoring_record("other", "A" * 8, 50.0, status="invalid"),
         make_scoring_record("other", "A" * 8, 25.0),
     )
-    assert (mixed.rows[1].rate, mixed.rows[1].valid_count, len(mixed.rows[1].records)) == (
-        Estimate(25.0),
+    row = mixed.rows[1]
+    assert (row.rate, row.uncounted_rate, len(row.counted), len(row.records)) == (
+        Estimate(25.0, (24.75, 25.25)),
+        50.0,
         1,
         2,
     )
@@ -123,6 +138,35 @@ def test_a_run_that_is_not_valid_has_answers_and_no_rate() -> None:
         make_scoring_record("other", "B" * 8),
     )
     assert [row.ratio for row in invalid_base.rows] == [None, None]
+
+
+def make_unproven_runs(engine: str, *rates: float) -> list[Record]:
+    """Return one valid run without an interval for each rate."""
+    return [make_scoring_record(engine, "A" * 8, rate, **WITHOUT_INTERVAL) for rate in rates]
+
+
+def test_unproven_runs_have_answers_and_no_rate() -> None:
+    comparison = compare_engines(
+        make_scoring_record("torch", "A" * 8), *make_unproven_runs("other", 40.0, 44.0)
+    )
+    row = comparison.rows[1]
+    assert row.answers == AnswerDifferences(Differences(8, 0), None, None, 0.0)
+    assert (row.rate, row.source, row.ratio, row.mfu) == (None, None, None, None)
+    assert (row.counted, row.uncounted_rate, len(row.records)) == ((), 42.0, 2)
+
+
+def test_three_unproven_runs_of_an_engine_have_a_proven_rate() -> None:
+    torch_runs = make_unproven_runs("torch", 98.0, 100.0, 102.0)
+    comparison = compare_engines(*torch_runs, *make_unproven_runs("other", 49.0, 50.0, 51.0))
+    half = 4.303 * 2 / sqrt(3)
+    base, row = comparison.rows
+    assert base.rate == Estimate(100.0, pytest.approx((100 - half, 100 + half)))
+    assert [item.source for item in comparison.rows] == ["runs", "runs"]
+    assert row.ratio == ratio.compare_values([98.0, 100.0, 102.0], [49.0, 50.0, 51.0])
+    assert row.ratio is not None
+    assert (row.ratio.value, row.ratio.verdict) == (pytest.approx(0.5), "significant")
+    assert (len(row.counted), row.uncounted_rate, row.mfu) == (3, None, 0.25)
+    assert {standing.find_status(record) for record in row.counted} == {"unproven"}
 
 
 def test_an_engine_whose_runs_all_failed_is_named() -> None:

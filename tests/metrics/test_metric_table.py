@@ -11,9 +11,15 @@ from steelyard.metrics import metric_table as metrics
 from steelyard.plan.degrees import Plan
 from steelyard.record import record
 from steelyard.record.record import EngineFacts, Record, Scope
-from steelyard.record.run_facts import EngineDetails, Environment, TelemetrySeries
+from steelyard.record.run_facts import (
+    CalibrationFacts,
+    EngineDetails,
+    Environment,
+    TelemetrySeries,
+)
 from steelyard.run import assemble
 from steelyard.run.failure import Failure, RankResults
+from steelyard.run.messages import BorderMessage, CalibrationMessage
 from steelyard.run.worker_files import RankFile
 from steelyard.words import Message
 
@@ -105,7 +111,6 @@ def make_rank_file(
         "outputs": {"val": table, "infer": table},
         "identity": {"name": "chip"},
         "versions": {"cuda": "13.0"},
-        "matmul_flops_per_s": 2e6,
         "details": {"attention": "flash"},
         "weights": {"source": "random"},
         "data": {
@@ -162,12 +167,37 @@ def make_run_facts(
     return base | overrides
 
 
+def make_calibration(rank: int, stage: str = "before", **rates: Any) -> CalibrationMessage:
+    """Return the message with these matmul rates of a rank's device, which took a second."""
+    fields = {"rank": rank, "stage": stage, "rates": rates, "problem": None, "is_shipped": True}
+    return CalibrationMessage.model_validate({"token": "", "time_s": 1.0, **fields})
+
+
 def make_outcome(
     *ranks: dict[str, Any], code: str | None = None
 ) -> tuple[RankResults, Failure | None]:
-    """Return the ranks' results and the failure, which is None without a `code`."""
+    """Return the ranks' results, with a matmul rate of 2e6 FLOP/s and passes that agents saw begin
+    and end on time, and the failure, which is None without a `code`.
+    """
     files = [RankFile.model_validate(rank) for rank in ranks]
     results = RankResults({file.rank: file for file in files}, agent_output="tail")
+    results.calibrations = {
+        (file.rank, "before"): make_calibration(file.rank, matmul_flops_per_s=2e6) for file in files
+    }
+    for window in (window for file in files for window in file.windows):
+        for event, time_s in (("begin", 0.0), ("end", window.wall_s)):
+            results.add_border(
+                BorderMessage.model_validate(
+                    {
+                        "token": "",
+                        "rank": window.rank,
+                        "event": event,
+                        "pass_name": window.pass_name,
+                        "t_s": window.start_s + time_s,
+                        "within_s": 0.05,
+                    }
+                )
+            )
     return results, None if code is None else Failure(code, "text")
 
 
@@ -180,6 +210,15 @@ def make_mmlu_record(*ranks: dict[str, Any], **options: Any) -> Record:
     rank_files = ranks or (make_rank_file(),)
     run_facts = options.pop("facts", None) or make_run_facts(len(rank_files))
     return assemble_record(resolved_case, run_facts, make_outcome(*rank_files, **options))
+
+
+def make_calibrated_record(*calibrations: CalibrationMessage, **changes: Any) -> Record:
+    """Return the record of a run of one rank with these matmul rates, and `changes` of its rank
+    file.
+    """
+    results, failure = make_outcome(make_rank_file(**changes))
+    results.calibrations = {(one.rank, one.stage): one for one in calibrations}
+    return assemble_record(resolve_small_case(), make_run_facts(), (results, failure))
 
 
 def assemble_record(
@@ -295,7 +334,8 @@ def test_the_matmul_rate_is_total_flops_over_total_time_of_the_case_shapes():
     """All FLOPs over all time: 400 in 0.3 ms and 0.2 ms. A mean of the two rates, or the rate of
     the square matmul, would differ.
     """
-    record = make_mmlu_record(make_rank_file(matmuls=CASE_MATMULS))
+    rates = {"matmul_flops_per_s": 2e6, "matmuls": CASE_MATMULS}
+    record = make_calibrated_record(make_calibration(0, **rates))
     assert get_metric_value(record, "matmul_rate") == pytest.approx(8e5, rel=1e-12)
     assert get_metric_value(record, "mfu_achievable") == pytest.approx(
         get_metric_value(record, "flops_causal") / 6.0 / 8e5, rel=1e-12
@@ -552,3 +592,68 @@ def test_unknown_metrics_have_notes_and_records_are_sealed():
     assert set(run_record.hashes) == {"samples", "record", "bytes"}
     assert run_record.metrics == metrics.derive_metrics(run_record)
     assert record.seal_record(run_record).hashes == run_record.hashes
+
+
+def test_borders_that_the_agent_saw_are_in_the_record():
+    rank = make_rank_file()
+    rank["windows"][0] |= {"seen_start_s": 1.0, "seen_end_s": 2.0, "seen_within_s": 3.0}
+    results, failure = make_outcome(rank)
+    del results.borders[0, "val", "end"]
+    val, infer = assemble_record(resolve_small_case(), make_run_facts(), (results, failure)).passes
+    # what the rank itself says of them does not count
+    assert (val.seen_start_s, val.seen_end_s, val.seen_within_s) == (None, None, None)
+    assert (infer.seen_start_s, infer.seen_end_s, infer.seen_within_s) == (30.0, 36.0, 0.05)
+
+
+def test_the_first_begin_and_the_last_end_of_a_pass_count():
+    results, _ = make_outcome(make_rank_file())
+    border = results.borders[0, "infer", "begin"]
+    for event, time_s in (("begin", 33.0), ("end", 37.0)):
+        results.add_border(border.model_copy(update={"event": event, "t_s": time_s}))
+    assert results.borders[0, "infer", "begin"].t_s == 30.0
+    assert results.borders[0, "infer", "end"].t_s == 37.0
+
+
+def test_matmul_rates_come_from_the_processes_that_timed_them():
+    before = make_calibration(
+        0, matmul_flops_per_s=2e6, matmul_flops_per_cpu_s=3e6, matmul_cpu_rates=[3e6, 4e6]
+    )
+    after = make_calibration(0, "after", matmul_flops_per_s=1e6, matmul_cpu_rates=[5e6])
+    rank = make_calibrated_record(before, after).ranks[0].model_dump()
+    assert {name: rank[name] for name in rank if name.startswith(("matmul", "calib"))} == {
+        "matmul_flops_per_s": 2e6,
+        "matmul_flops_per_cpu_s": 3e6,
+        "matmul_cpu_rates": {"before": [3e6, 4e6], "after": [5e6]},
+        "matmul_flops_per_s_after": 1e6,
+        "calibration": {"matmuls": "process"},
+    }
+
+
+def test_a_record_says_where_rates_were_measured():
+    third_party = make_calibration(0).model_copy(update={"is_shipped": False})
+    rank = make_calibrated_record(third_party, all_reduce_bytes_per_s=1e9).ranks[0]
+    assert rank.calibration == CalibrationFacts(matmuls="third_party", collectives="worker")
+
+
+def test_matmuls_that_could_not_be_timed_have_no_rate_and_a_problem():
+    failed = make_calibration(0).model_copy(update={"problem": "no memory"})
+    odd = make_calibration(0, "after", matmul_cpu_rates=[-1.0])
+    rank = make_calibrated_record(failed, odd).ranks[0]
+    assert rank.matmul_flops_per_s is None
+    assert rank.calibration == CalibrationFacts(
+        matmuls="process",
+        problems={
+            "before": "no memory",
+            "after": "matmul_cpu_rates.0: Input should be greater than 0",
+        },
+    )
+    assert "calibration" not in make_calibrated_record().ranks[0].model_dump()
+
+
+def test_the_calibration_after_the_passes_is_a_part_of_the_budget():
+    record = make_calibrated_record(
+        make_calibration(0), make_calibration(0, "after", matmul_cpu_rates=[1.0])
+    )
+    assert (record.budget["calibrate_after"], record.budget["launch"]) == (1.0, 3.0)
+    assert list(record.budget)[-2:] == ["calibrate_after", "record"]
+    assert get_metric_value(record, "e2e_time") == sum(record.budget.values()) == 25.5

@@ -7,12 +7,14 @@ import pytest
 
 from fixtures.engines import make_scoring_record
 from fixtures.golden import golden
+from fixtures.report import WITHOUT_INTERVAL
 from fixtures.series import write_series
 from steelyard.case.key import compute_question_key
 from steelyard.errors import RequestError
 from steelyard.metrics import rate_history, verify
 from steelyard.metrics.estimates import Estimate
 from steelyard.metrics.rate_history import RateHistory, Trend
+from steelyard.metrics.ratio import compare_values
 from steelyard.record.index import RecordSummary
 
 
@@ -189,6 +191,46 @@ def test_the_rate_of_a_run_that_is_not_valid_counts_nowhere() -> None:
     assert rate_trend.points[1].to_first is None
 
 
+SHORT: dict[str, Any] = {"status": "unproven", "codes": ("few_steps",)}
+
+
+def test_an_unproven_run_has_no_rate_and_is_not_bad() -> None:
+    rate_trend = make_trend(
+        make_entry(1, 100.0, (99.0, 101.0)),
+        make_entry(2, 50.0, **SHORT),
+        make_entry(3, 100.0, (99.0, 101.0)),
+    )
+    assert [point.rate and point.rate.value for point in rate_trend.points] == [100.0, None, 100.0]
+    assert [len(point.counted) for point in rate_trend.points] == [1, 0, 1]
+    assert (rate_trend.points[1].to_first, rate_trend.points[1].to_previous) == (None, None)
+    assert rate_trend.points[2].to_previous is not None
+    assert rate_trend.points[2].to_previous.value == 1.0  # to the last point that has a rate
+    assert rate_trend.first_bad is None
+
+
+def test_three_unproven_repeats_are_a_point_with_a_rate() -> None:
+    good = [make_entry(day, 99.0 + day, setup="a") for day in (1, 2)]
+    slow = [make_entry(day, 86.0 + day, setup="b", **SHORT) for day in (3, 4, 5)]
+    rate_trend = make_trend(*good, *slow)
+    point = rate_trend.points[1]
+    assert point.rate is not None
+    assert (point.rate.value, point.source, len(point.counted)) == (90.0, "runs", 3)
+    assert point.to_first == compare_values([100.0, 101.0], [89.0, 90.0, 91.0])
+    assert get_first_bad_id(rate_trend) == "3"
+    # two of them have no rate, and so nothing to judge
+    assert get_first_bad_id(make_trend(*good, *slow[:2])) is None
+
+
+def test_the_best_run_named_beside_a_bad_one_has_a_rate() -> None:
+    best = [make_entry(1, None, setup="a"), *(make_entry(n, 99.0 + n, setup="a") for n in (2, 3))]
+    slow = [make_entry(4, None, setup="b"), *(make_entry(n, 45.0 + n, setup="b") for n in (5, 6))]
+    rate_trend = make_trend(*best, *slow)
+    assert get_first_bad_id(rate_trend) == "5"
+    assert rate_trend.first_bad is not None
+    assert rate_trend.first_bad.best is not None
+    assert rate_trend.first_bad.best.entry.id.lstrip("0") == "2"
+
+
 def test_a_run_that_failed_before_reading_data_is_in_the_trend_of_its_question() -> None:
     finished = make_entry(1, 100.0, key="with data", unread_key="u")
     failed = make_entry(
@@ -230,6 +272,20 @@ def test_an_entry_summarizes_its_record(tmp_path: Path) -> None:
     assert entry.rate == record.metrics["tokens_per_device_s"].value
     assert (entry.quality, entry.quality_value) == ("acc", record.metrics["acc"].value)
     assert entry.revision == record.environment.source.revision
+
+
+def test_an_entry_has_the_status_of_today() -> None:
+    records = [
+        make_scoring_record("torch", "A" * 8, **WITHOUT_INTERVAL),
+        make_scoring_record("torch", "A" * 8, **WITHOUT_INTERVAL, case__size="smoke"),
+        make_scoring_record("torch", "A" * 8),
+    ]
+    entries = [rate_history._make_entry(record) for record in records]
+    assert [(entry.status, entry.codes) for entry in entries] == [
+        ("unproven", ("few_steps",)),
+        ("valid", ()),
+        ("valid", ()),
+    ]
 
 
 def test_repeats_have_one_setup_and_other_tunes_another() -> None:

@@ -65,7 +65,7 @@ def test_ratio_and_welch_interval_by_hand() -> None:
     assert result is not None
     assert result.value == pytest.approx(exp(4))
     assert result.interval == pytest.approx((exp(4 - half), exp(4 + half)))
-    assert (result.source, result.verdict) == ("runs", "not significant")
+    assert result.verdict == "not significant"
     sure = ratio.compare_values([1.0, exp(0.2)], [exp(4), exp(4.2)])
     assert sure is not None
     assert sure.verdict == "significant"
@@ -111,30 +111,38 @@ def test_beyond_the_table_the_last_row_holds() -> None:
     assert stats.interpolate_student_t_95(0.5) == 12.706
 
 
-def test_one_run_is_not_tested_and_has_the_interval_of_its_steps() -> None:
-    result = ratio.compare_rates(
-        [Estimate(100.0, (97.0, 103.0))], [Estimate(110.0, (105.6, 114.4))]
+def test_one_run_is_not_tested_and_has_no_interval() -> None:
+    """The intervals of its steps say nothing of the spread between runs."""
+    one = [Estimate(100.0, (97.0, 103.0))]
+    new = [Estimate(110.0, (105.6, 114.4)), Estimate(112.0, (105.6, 114.4))]
+    assert ratio.compare_rates(one, new[:1]) == Ratio(pytest.approx(1.1), None, "not tested")
+    several = Ratio(pytest.approx(sqrt(110 * 112) / 100), None, "not tested")
+    assert ratio.compare_rates(one, new) == several
+    assert ratio.compare_rates([Estimate(100.0)], [Estimate(50.0)]) == Ratio(
+        pytest.approx(0.5), None, "not tested"
     )
-    assert result is not None
-    assert result.interval is not None
-    assert (result.value, result.source, result.verdict) == (
-        pytest.approx(1.1),
-        "steps",
-        "not tested",
-    )
-    assert result.interval == pytest.approx((1.1 * (1 - 0.05), 1.1 * (1 + 0.05)))
-    bare = ratio.compare_rates([Estimate(100.0)], [Estimate(50.0)])
-    assert bare is not None
-    assert (bare.interval, bare.source, bare.verdict) == (None, None, "not tested")
-    assert bare.value == pytest.approx(0.5)
+
+
+def test_rates_are_compared_by_their_values_alone() -> None:
+    base, new = [100.0, 104.0, 99.0], [90.0, 95.0]
+    assert ratio.compare_rates(
+        [Estimate(value, (1.0, 1000.0)) for value in base], [Estimate(value) for value in new]
+    ) == ratio.compare_values(base, new)
+
+
+def test_a_multiple_of_a_ratio_keeps_its_verdict() -> None:
+    tested = Ratio(3.0, (2.0, 4.0), "significant")
+    assert tested.scale(0.25) == Ratio(0.75, (0.5, 1.0), "significant")
+    assert Ratio(3.0, None, "not tested").scale(0.5) == Ratio(1.5, None, "not tested")
+    assert Ratio(1.0, None, "not tested") == ratio.BASE_RATIO
 
 
 def test_copies_of_a_run_test_nothing() -> None:
     assert ratio.compare_values([2.0, 2.0], [4.0, 4.0]) == Ratio(
-        pytest.approx(2.0), None, None, "not tested"
+        pytest.approx(2.0), None, "not tested"
     )
     result = ratio.compare_rates([Estimate(2.0, (1.0, 3.0))] * 2, [Estimate(4.0, (3.0, 5.0))] * 2)
-    assert result == Ratio(pytest.approx(2.0), None, None, "not tested")
+    assert result == Ratio(pytest.approx(2.0), None, "not tested")
 
 
 def test_values_without_a_logarithm_have_no_ratio() -> None:

@@ -5,8 +5,13 @@ from typing import Any
 
 import pytest
 
-from fixtures.report import make_record, make_training_record
-from steelyard.metrics import repeat_groups
+from fixtures.report import (
+    WITHOUT_INTERVAL,
+    make_narrow_interval,
+    make_record,
+    make_training_record,
+)
+from steelyard.metrics import repeat_groups, standing
 from steelyard.metrics.estimates import Estimate
 from steelyard.metrics.repeat_groups import MetricSpread, RepeatGroup
 from steelyard.record.record import Record, Restart
@@ -30,11 +35,15 @@ def make_run(
     interval: tuple[float, float] | None = None,
     **changes: Any,
 ) -> Record:
-    """Return a run with this rate and accuracy; `interval` is that of the rate and `changes`
-    replaces fields.
+    """Return a run with this rate and accuracy; `interval` is that of the rate, 1 % on either side
+    if None, and `changes` replaces fields.
     """
     metrics = {
-        "tokens_per_device_s": {"value": rate, "unit": "tokens/s/device", "interval": interval},
+        "tokens_per_device_s": {
+            "value": rate,
+            "unit": "tokens/s/device",
+            "interval": interval or make_narrow_interval(rate),
+        },
         "acc": {"value": acc, "unit": "fraction"},
         "mfu": {"value": None if rate is None else rate / 400, "unit": "fraction"},
         "mem": {"value": 10.0, "unit": "GiB"},
@@ -109,11 +118,9 @@ def test_runs_that_are_not_valid_are_counted_and_not_averaged() -> None:
     ]
     repeated_runs = group_repeats(*records)
     assert repeated_runs.records == tuple(records)
-    assert (
-        len(repeated_runs.valid),
-        len(repeated_runs.not_valid),
-        repeated_runs.interval_only,
-    ) == (3, 3, 1)
+    assert repeated_runs.counted == tuple(records[::2])
+    assert repeated_runs.not_counted == tuple(records[1::2])
+    assert repeated_runs.interval_only == 1
     assert index_spreads_by_name(repeated_runs)["rate"].mean == Estimate(100.0, (100.0, 100.0))
 
 
@@ -127,8 +134,42 @@ def test_a_run_with_an_interval_too_wide_stays_invalid_among_repeats_that_agree(
 
 def test_without_a_valid_run_there_are_no_metrics() -> None:
     repeated_runs = group_repeats(make_run(None, **FAILED), make_run(None, **FAILED))
-    assert (repeated_runs.metrics, repeated_runs.valid, len(repeated_runs.not_valid)) == ((), (), 2)
+    assert (repeated_runs.metrics, repeated_runs.counted) == ((), ())
+    assert len(repeated_runs.not_counted) == 2
     assert group_repeats(make_run(1.0, **TOO_WIDE), make_run(None, **FAILED)).interval_only == 1
+
+
+def test_three_unproven_runs_have_a_proven_rate_together() -> None:
+    """Their spread between runs proves the rate; each of them stays unproven."""
+    records = [make_run(rate, **WITHOUT_INTERVAL) for rate in (98.0, 100.0, 102.0)]
+    repeated_runs = group_repeats(*records)
+    assert (repeated_runs.counted, repeated_runs.not_counted) == (tuple(records), ())
+    half = 4.303 * 2 / sqrt(3)
+    assert index_spreads_by_name(repeated_runs)["rate"] == MetricSpread(
+        "rate",
+        "tokens/s",
+        3,
+        Estimate(100.0, pytest.approx((100 - half, 100 + half))),
+        "runs",
+        pytest.approx(0.02),
+        98.0,
+        102.0,
+    )
+    assert [standing.find_status(record) for record in repeated_runs.counted] == ["unproven"] * 3
+
+
+def test_two_unproven_runs_prove_nothing() -> None:
+    unproven = [make_run(rate, **WITHOUT_INTERVAL) for rate in (98.0, 102.0)]
+    pair = group_repeats(*unproven)
+    assert (pair.metrics, pair.counted, pair.not_counted) == ((), (), tuple(unproven))
+    assert pair.interval_only == 0
+    valid, bad = make_run(100.0), make_run(1.0, **TOO_LOW)
+    mixed = group_repeats(unproven[0], valid, bad)
+    assert (mixed.counted, mixed.not_counted) == ((valid,), (unproven[0], bad))
+    assert index_spreads_by_name(mixed)["rate"].source == "steps"
+    three = group_repeats(unproven[0], valid, bad, unproven[1])
+    assert (three.counted, three.not_counted) == ((unproven[0], valid, unproven[1]), (bad,))
+    assert index_spreads_by_name(three)["rate"].mean.value == 100.0
 
 
 def test_a_metric_is_averaged_over_the_runs_that_have_it() -> None:
@@ -157,8 +198,9 @@ def test_a_quality_below_zero_has_an_interval_around_it() -> None:
 
 def test_training_without_held_out_passes_has_its_loss() -> None:
     outputs = {"held_out": 4, "passes": {"train": {"stopped": None}}}
+    times = ((2.0, *[1.0] * 5),)
     repeated_runs = group_repeats(
-        make_training_record(outputs=outputs), make_training_record(outputs=outputs)
+        make_training_record(times, outputs=outputs), make_training_record(times, outputs=outputs)
     )
     assert [spread.name for spread in repeated_runs.metrics] == [
         "rate",

@@ -1,14 +1,21 @@
 """Speed-up and efficiency over made records: every number worked out by hand."""
 
-from math import hypot, sqrt
+from math import exp, log, sqrt
 from typing import Any
 
 import pytest
 
-from fixtures.report import ENVIRONMENT, make_record, make_train_question
+from fixtures.report import (
+    ENVIRONMENT,
+    WITHOUT_INTERVAL,
+    make_narrow_interval,
+    make_record,
+    make_train_question,
+)
 from steelyard.case import resolve
-from steelyard.metrics import estimates, scaling_groups
+from steelyard.metrics import estimates, scaling_groups, standing
 from steelyard.metrics.estimates import Estimate
+from steelyard.metrics.ratio import BASE_RATIO, Ratio, compare_values
 from steelyard.record.record import Record
 
 Interval = tuple[float, float] | None
@@ -22,7 +29,9 @@ def make_run(
     tp: int = 1,
     **changes: Any,
 ) -> Record:
-    """Return a valid run in which each device does `tokens_per_device_s`."""
+    """Return a valid run in which each device does `tokens_per_device_s`; `interval` is that of
+    this rate, 1 % on either side if None.
+    """
     plan = {
         "nodes": nodes,
         "devices": devices,
@@ -35,7 +44,7 @@ def make_run(
         "tokens_per_device_s": {
             "value": tokens_per_device_s,
             "unit": "tokens/s/device",
-            "interval": interval,
+            "interval": interval or make_narrow_interval(tokens_per_device_s),
         }
     }
     return make_record(plan=plan, metrics=metrics, **changes)
@@ -43,7 +52,7 @@ def make_run(
 
 def list_scaling_rows(*records: Record) -> list[tuple[str, str, int, float, float, float]]:
     """Return the rows of the only scaling group: configuration, plan, number of runs, rate,
-    speed-up and efficiency.
+    speed-up and efficiency, the last two rounded to 12 digits.
     """
     [group] = scaling_groups.find_scaling_groups(records)
     return [
@@ -52,8 +61,8 @@ def list_scaling_rows(*records: Record) -> list[tuple[str, str, int, float, floa
             str(row.plan),
             len(row.records),
             row.rate.value,
-            row.speedup.value,
-            row.efficiency.value,
+            round(row.speedup.value, 12),
+            round(row.efficiency.value, 12),
         )
         for row in group.rows
     ]
@@ -71,7 +80,7 @@ def test_rate_is_that_of_all_devices_with_its_interval() -> None:
     assert estimates.estimate_rate(make_run(2, 4, 10.0, (9.0, 12.0))) == Estimate(
         80.0, (72.0, 96.0)
     )
-    assert estimates.estimate_rate(make_run(1, 1, 10.0)) == Estimate(10.0, None)
+    assert estimates.estimate_rate(make_run(1, 1, 10.0, **WITHOUT_INTERVAL)) == Estimate(10.0)
     assert estimates.estimate_rate(make_run(1, 1, None)) is None
     assert estimates.estimate_rate(make_run(1, 1, 0.0)) is None
     assert estimates.estimate_rate(make_record(metrics={})) is None
@@ -79,7 +88,7 @@ def test_rate_is_that_of_all_devices_with_its_interval() -> None:
 
 def test_division_open_counts_samples() -> None:
     metrics = {
-        "tokens_per_device_s": {"value": 5.0, "unit": "tokens/s/device"},
+        "tokens_per_device_s": {"value": 5.0, "unit": "tokens/s/device", "interval": (4.9, 5.1)},
         "samples_per_s": {"value": 30.0, "unit": "questions/s", "interval": (29.0, 31.0)},
     }
     plan = {"nodes": 1, "devices": 2, "tp": 1, "pp": 1, "dp": 2, "launcher": "local"}
@@ -92,11 +101,11 @@ def test_division_open_counts_samples() -> None:
     assert (group.unit, group.base.plan.config, group.rows[1].speedup) == (
         "questions/s",
         "1x1",
-        Estimate(1.5),
+        Ratio(pytest.approx(1.5), None, "not tested"),
     )
 
 
-def test_interval_of_a_ratio_adds_relative_errors_as_squares() -> None:
+def test_single_runs_have_a_speed_up_that_is_not_tested() -> None:
     [group] = scaling_groups.find_scaling_groups(
         [make_run(1, 1, 100.0, (97.0, 104.0)), make_run(1, 2, 80.0, (77.6, 84.0))]
     )
@@ -104,40 +113,58 @@ def test_interval_of_a_ratio_adds_relative_errors_as_squares() -> None:
     assert (base.source, base.rate, base.speedup, base.efficiency, base.is_base) == (
         "steps",
         Estimate(100.0, (97.0, 104.0)),
-        Estimate(1.0),
-        Estimate(1.0),
+        BASE_RATIO,
+        BASE_RATIO,
         True,
     )
-    # Relative errors of 3 % and 4 % (low), 5 % and 3 % (high): 0.95 and 1.0583 of the speed-up.
-    low, high = 1.6 * (1 - hypot(0.03, 0.04)), 1.6 * (1 + hypot(0.05, 0.03))
-    assert (row.source, row.is_base, row.speedup.value) == ("steps", False, 1.6)
-    assert row.speedup.interval == pytest.approx((low, high), rel=1e-12)
-    assert low == pytest.approx(1.52)
-    assert row.efficiency.value == 0.8
-    assert row.efficiency.interval == pytest.approx((low / 2, high / 2), rel=1e-12)
+    assert (row.source, row.is_base) == ("steps", False)
+    assert row.rate == Estimate(160.0, (155.2, 168.0))
+    assert row.speedup == Ratio(pytest.approx(1.6), None, "not tested")
+    assert row.efficiency == Ratio(pytest.approx(0.8), None, "not tested")
 
 
-def test_interval_is_unknown_where_one_of_the_rates_has_none() -> None:
-    [group] = scaling_groups.find_scaling_groups(
-        [make_run(1, 1, 100.0), make_run(1, 2, 80.0, (77.6, 84.0))]
-    )
-    assert [row.source for row in group.rows] == [None, "steps"]
-    assert [row.speedup.interval for row in group.rows] == [None, None]
-    assert group.rows[1].rate.interval == (155.2, 168.0)
+def make_unproven_runs(devices: int, *rates: float) -> list[Record]:
+    """Return one run without an interval for each rate per device."""
+    return [make_run(1, devices, rate, **WITHOUT_INTERVAL) for rate in rates]
+
+
+def test_unproven_runs_are_in_no_group_unless_three_repeats_prove_their_rate() -> None:
+    one, two = make_unproven_runs(1, 98.0, 100.0, 102.0), make_unproven_runs(2, 78.0, 80.0, 82.0)
+    assert scaling_groups.find_scaling_groups([*one[:2], *two]) == []
+    assert scaling_groups.find_scaling_groups([make_run(1, 1, 100.0), *two[1:]]) == []
+    [group] = scaling_groups.find_scaling_groups([*one, *two])
+    assert [len(row.records) for row in group.rows] == [3, 3]
+    assert [row.source for row in group.rows] == ["runs", "runs"]
+    half = 4.303 * 4 / sqrt(3)
+    assert group.rows[1].rate == Estimate(160.0, pytest.approx((160 - half, 160 + half)))
+    assert group.rows[1].speedup == compare_values([98.0, 100.0, 102.0], [156.0, 160.0, 164.0])
+    assert {standing.find_status(record) for record in group.records} == {"unproven"}
+    # a valid run counts alone beside one that is too short; with two of these, all count
+    [mixed] = scaling_groups.find_scaling_groups([make_run(1, 1, 100.0), one[0], *two])
+    assert [len(row.records) for row in mixed.rows] == [1, 3]
+    [mixed] = scaling_groups.find_scaling_groups([make_run(1, 1, 100.0), *one[:2], *two])
+    assert [len(row.records) for row in mixed.rows] == [3, 3]
 
 
 def test_several_runs_are_one_mean_with_the_spread_between_them() -> None:
     three = [make_run(1, 1, value, (1.0, 1000.0)) for value in (98.0, 100.0, 102.0)]
-    [group] = scaling_groups.find_scaling_groups([*three, make_run(1, 2, 90.0, (90.0, 90.0))])
+    two = [make_run(1, 2, value, (1.0, 1000.0)) for value in (89.0, 91.0)]
+    [group] = scaling_groups.find_scaling_groups([*three, *two])
     base, row = group.rows
     # Student's t of two degrees of freedom, standard error of three runs
     half = 4.303 * sqrt(4.0 / 3)
     assert (len(base.records), base.source, base.rate.value) == (3, "runs", 100.0)
     assert base.rate.interval == pytest.approx((100 - half, 100 + half), rel=1e-12)
-    assert row.speedup.value == 1.8
-    assert row.speedup.interval == pytest.approx(
-        (1.8 * (1 - half / 100), 1.8 * (1 + half / 100)), rel=1e-12
+    tested = compare_values([98.0, 100.0, 102.0], [178.0, 182.0])
+    assert tested is not None
+    assert tested.interval is not None
+    assert row.speedup == tested
+    assert (tested.value, tested.verdict) == (
+        pytest.approx(sqrt(178 * 182) / (98 * 100 * 102) ** (1 / 3)),
+        "significant",
     )
+    low, high = tested.interval
+    assert row.efficiency == Ratio(tested.value / 2, (low / 2, high / 2), "significant")
 
 
 def test_two_runs_far_apart_have_an_interval_that_ends_at_zero() -> None:
@@ -148,8 +175,11 @@ def test_two_runs_far_apart_have_an_interval_that_ends_at_zero() -> None:
     half = 12.706 * sqrt(5000.0 / 2)
     assert base.rate.interval == pytest.approx((0.0, 100 + half))
     assert row.rate == Estimate(120.0, (120.0, 120.0))
-    # the lower error of the base is limited to 100 % of its rate
-    assert row.speedup.interval == pytest.approx((0.0, 1.2 * 2))
+    # the interval of a ratio is one of logarithms, so it ends above zero
+    spread = exp(12.706 * log(3) / 2)
+    middle = 120 / sqrt(50 * 150)
+    assert row.speedup.interval == pytest.approx((middle / spread, middle * spread))
+    assert row.speedup.verdict == "not significant"
 
 
 def test_plans_with_equal_numbers_of_devices_are_separate_rows() -> None:
@@ -167,7 +197,7 @@ def test_plans_with_equal_numbers_of_devices_are_separate_rows() -> None:
     # Of several plans on the fewest devices the fastest is the base, and the others are below it.
     assert [row[4] for row in list_scaling_rows(tp2, dp2, make_run(1, 4, 90.0))] == [
         1.0,
-        140 / 180,
+        round(140 / 180, 12),
         2.0,
     ]
     assert scaling_groups.find_scaling_groups([spread, tp2, dp2]) == []
@@ -186,6 +216,7 @@ INCOMPARABLE: dict[str, dict[str, Any]] = {
     "host": {"hosts": [{"name": "a", "ranks": [0], "devices": [{"name": "Abacus"}]}]},
     "invalid": {"status": "invalid"},
     "failed": {"status": "failed"},
+    "unproven": WITHOUT_INTERVAL,
 }
 
 
@@ -227,8 +258,8 @@ def test_groups_come_in_the_order_of_their_records() -> None:
     groups = scaling_groups.find_scaling_groups(records)
     assert [group.records[0].tune.batch_tokens for group in groups] == [16, 8]
     assert [[row.speedup.value for row in group.rows] for group in groups] == [
-        [1.0, 2.0],
-        [1.0, 2.0],
+        [1.0, pytest.approx(2.0)],
+        [1.0, pytest.approx(2.0)],
     ]
 
 

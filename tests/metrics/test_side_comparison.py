@@ -7,18 +7,24 @@ import pytest
 
 from fixtures.engines import make_scoring_record
 from fixtures.golden import golden
-from fixtures.report import make_record, make_training_record
+from fixtures.report import (
+    WITHOUT_INTERVAL,
+    make_narrow_interval,
+    make_record,
+    make_training_record,
+)
 from steelyard.case.precision import load_presets
 from steelyard.errors import RequestError
-from steelyard.metrics import passes, record_fields, side_comparison
+from steelyard.metrics import passes, ratio, record_fields, side_comparison, standing, stats
 from steelyard.metrics.engine_groups import AnswerDifferences
 from steelyard.metrics.estimates import Estimate
-from steelyard.metrics.ratio import Ratio
+from steelyard.metrics.ratio import Ratio, compare_values
 from steelyard.metrics.record_fields import FieldDifference
 from steelyard.metrics.side_comparison import Comparison, ComparisonSide, NoRatioReason, ValueChange
 from steelyard.record.record import Record
 from steelyard.tasks.task import Differences
 
+LONG_TIMES = ((2.0, *[1.0] * 5),)  # enough steps for an interval of the rate
 FP16 = load_presets()["score"]["fp16"].model_dump(mode="json")
 
 
@@ -60,11 +66,7 @@ def test_the_ratio_is_that_of_the_geometric_means_with_welchs_interval() -> None
     assert comparison.ratio.interval == pytest.approx(
         (exp(log_ratio - half), exp(log_ratio + half))
     )
-    assert (comparison.ratio.source, comparison.outcome, comparison.has_regressed) == (
-        "runs",
-        "not significant",
-        False,
-    )
+    assert (comparison.outcome, comparison.has_regressed) == ("not significant", False)
     assert comparison.unit == "tokens/s"
     assert [rate.estimate.value for rate in comparison.rates if rate is not None] == [102.0, 96.0]
 
@@ -85,7 +87,7 @@ def test_a_significant_loss_beyond_the_threshold_is_a_regression() -> None:
 
 def test_one_run_is_not_tested() -> None:
     comparison = compare_runs(make_runs(100.0), make_runs(50.0, 51.0, letter="b"))
-    assert comparison.ratio == Ratio(pytest.approx(sqrt(50 * 51) / 100), None, None, "not tested")
+    assert comparison.ratio == Ratio(pytest.approx(sqrt(50 * 51) / 100), None, "not tested")
     assert (comparison.outcome, comparison.has_regressed) == ("not tested", False)
 
 
@@ -94,8 +96,8 @@ def test_runs_that_are_not_valid_are_counted_but_not_averaged() -> None:
     comparison = compare_runs(make_runs(100.0, 102.0), [*make_runs(100.0, 102.0, letter="b"), *bad])
     assert comparison.ratio is not None
     assert comparison.ratio.value == pytest.approx(1.0)
-    assert [record.id for record in comparison.new.not_valid] == ["c00000000000"]
-    assert len(comparison.new.valid) == 2
+    assert [record.id for record in comparison.new.not_counted] == ["c00000000000"]
+    assert len(comparison.new.counted) == 2
     no_ratio = compare_runs(make_runs(100.0), bad)
     reason = NoRatioReason("no_valid_run", ("new",))
     assert (no_ratio.ratio, no_ratio.outcome, no_ratio.why, no_ratio.has_regressed) == (
@@ -109,6 +111,40 @@ def test_runs_that_are_not_valid_are_counted_but_not_averaged() -> None:
     assert compare_runs(make_runs(100.0), make_runs(None, letter="b")).why == NoRatioReason(
         "no_rate", ("new",)
     )
+
+
+def test_a_side_whose_rate_is_unproven_has_no_ratio() -> None:
+    short = make_runs(100.0, 102.0, letter="c", **WITHOUT_INTERVAL)
+    base = make_runs(100.0, 102.0)
+    comparison = compare_runs(base, short)
+    # it is not called slower, as a single run is not
+    assert (comparison.ratio, comparison.outcome, comparison.has_regressed) == (
+        None,
+        "no rate",
+        False,
+    )
+    assert comparison.why == NoRatioReason("unproven", ("new",))
+    assert (comparison.new.counted, comparison.new.not_counted) == ((), tuple(short))
+    assert comparison.rates[1] is None
+    assert [change.new for change in comparison.metrics] == [None] * 4
+    assert compare_runs(short[:1], base).why == NoRatioReason("unproven", ("old",))
+    # an unproven run says why, even beside one that is invalid
+    bad = make_runs(1.0, letter="d", status="invalid", reasons=[{"code": "clock", "text": ""}])
+    assert compare_runs(base, [*short[:1], *bad]).why == NoRatioReason("unproven", ("new",))
+    # beside one valid run, one that is too short does not count
+    assert len(compare_runs(base, [*short[:1], *base[:1]]).new.counted) == 1
+
+
+def test_three_unproven_repeats_are_compared() -> None:
+    base = make_runs(100.0, 102.0)
+    short = make_runs(49.0, 50.0, 51.0, letter="c", **WITHOUT_INTERVAL)
+    comparison = compare_runs(base, short)
+    assert comparison.ratio == compare_values([100.0, 102.0], [49.0, 50.0, 51.0])
+    assert (comparison.outcome, comparison.why) == ("slower", None)
+    assert (comparison.new.counted, comparison.new.not_counted) == (tuple(short), ())
+    assert comparison.rates[1] is not None
+    assert comparison.rates[1].source == "runs"
+    assert {standing.find_status(record) for record in comparison.new.counted} == {"unproven"}
 
 
 def test_a_duplicate_record_counts_once() -> None:
@@ -199,7 +235,7 @@ def test_a_field_at_the_default_that_older_questions_lack_is_no_difference() -> 
 
 def test_across_divisions_rates_count_samples() -> None:
     metrics = {
-        "tokens_per_device_s": {"value": 10.0, "unit": "tokens/s/device"},
+        "tokens_per_device_s": {"value": 10.0, "unit": "tokens/s/device", "interval": (9.9, 10.1)},
         "samples_per_s": {"value": 30.0, "unit": "questions/s"},
     }
     base = make_runs(100.0, metrics=metrics)
@@ -231,12 +267,16 @@ def test_rates_of_different_work_have_no_ratio() -> None:
     assert comparison.answers == (None, None)
 
 
-def test_metric_changes_are_in_table_order_with_a_direction() -> None:
+def test_metric_changes_are_in_table_order() -> None:
     def numbers(rate: float, mem: float, acc: float) -> dict[str, Any]:
         return {
             "acc": {"value": acc, "unit": "fraction"},
             "mem": {"value": mem, "unit": "GiB"},
-            "tokens_per_device_s": {"value": rate, "unit": "tokens/s/device"},
+            "tokens_per_device_s": {
+                "value": rate,
+                "unit": "tokens/s/device",
+                "interval": make_narrow_interval(rate),
+            },
             "mfu": {"value": 0.25, "unit": "fraction"},
         }
 
@@ -244,7 +284,7 @@ def test_metric_changes_are_in_table_order_with_a_direction() -> None:
         make_runs(0.0, metrics=numbers(100.0, 10.0, 0.5)),
         make_other_run(metrics=numbers(50.0, 5.0, 0.25)),
     )
-    half = Ratio(pytest.approx(0.5), None, None, "not tested")
+    half = Ratio(pytest.approx(0.5), None, "not tested")
     assert comparison.metrics == (
         ValueChange(
             "tokens_per_device_s", "tokens/s/device", "higher", "number", 100.0, 50.0, half
@@ -252,8 +292,33 @@ def test_metric_changes_are_in_table_order_with_a_direction() -> None:
         ValueChange("acc", "fraction", "higher", "percent", 0.5, 0.25, half),
         ValueChange("mem", "GiB", "lower", "gib", 10.0, 5.0, half),
     )
-    assert [change.direction for change in comparison.metrics] == ["worse", "worse", "better"]
+    assert [change.outcome for change in comparison.metrics] == ["not tested"] * 3
     assert comparison.equal_metric_count == 1
+
+
+@pytest.mark.parametrize(
+    ("base", "new", "better", "outcome"),
+    [
+        ([100.0, 100.1, 99.9], [95.0, 95.1, 94.9], "higher", "worse"),
+        ([100.0, 100.1, 99.9], [95.0, 95.1, 94.9], "lower", "better"),
+        ([100.0, 100.1, 99.9], [95.0, 95.1, 94.9], "", "changed"),
+        ([100.0, 104.0], [90.0, 103.0], "higher", "not significant"),
+        ([100.0, 104.0], [104.0, 100.0], "higher", "equal"),  # the same mean of other runs
+        ([100.0], [50.0], "higher", "not tested"),  # one run has no spread
+        ([100.0, 100.0], [50.0, 50.0], "higher", "not tested"),  # as copies of one run
+        ([0.0, 0.0], [0.5, 0.5], "higher", "not tested"),  # no ratio to 0
+        ([0.0, 0.0], [0.0, 0.0], "higher", "equal"),
+        ([100.0], [], "higher", None),
+        # the arithmetic mean of the new side is 112, its geometric mean 94
+        ([100.0, 100.1], 360 * [80.0] + 40 * [400.0], "higher", "worse"),
+    ],
+)
+def test_a_change_is_better_or_worse_only_if_it_is_significant(
+    base: list[float], new: list[float], better: str, outcome: str | None
+) -> None:
+    means = stats.mean_of_all([*base]), stats.mean_of_all([*new])
+    change = ValueChange("mem", "GiB", better, "gib", *means, ratio.compare_values(base, new))
+    assert change.outcome == outcome
 
 
 def test_answers_are_compared_first_run_with_first_run() -> None:
@@ -277,43 +342,30 @@ def test_phases_add_up_to_the_wall_time_of_a_step() -> None:
     assert passes.phases_per_step(record) == pytest.approx(
         {"data": 0.125, "compute": 0.75, "checkpoint": 1.0, "other": 0.125}
     )
-    plain = make_training_record(((2.0, 2.0, 2.0, 2.0),), id="c" * 12)
-    comparison = compare_runs([make_training_record(((2.0, 1.0, 1.0, 1.0),))], [plain])
+    plain = make_training_record(((2.0,) * 6,), id="c" * 12)
+    comparison = compare_runs([make_training_record(LONG_TIMES)], [plain])
     assert [
-        (phase.name, phase.base, phase.new, phase.direction) for phase in comparison.phases
+        (phase.name, phase.base, phase.new, phase.better, phase.outcome)
+        for phase in comparison.phases
     ] == [
-        ("data", 0.125, 0.25, "worse"),
-        ("compute", 0.75, 1.5, "worse"),
-        ("other", 0.125, 0.25, "worse"),
+        ("data", 0.125, 0.25, "lower", "not tested"),
+        ("compute", 0.75, 1.5, "lower", "not tested"),
+        ("other", 0.125, 0.25, "lower", "not tested"),
     ]
     assert comparison.ratio is not None
     assert comparison.ratio.value == pytest.approx(0.5)
 
 
 def test_steps_of_different_sizes_are_not_better_or_worse() -> None:
-    base, new = make_training_record(), make_training_record(id="c" * 12)
+    base, new = make_training_record(LONG_TIMES), make_training_record(LONG_TIMES, id="c" * 12)
     half_samples = [
         sample.model_copy(update={"counts": {**sample.counts, "tokens": 50}})
         for sample in new.samples
     ]
     comparison = compare_runs([base], [new.model_copy(update={"samples": half_samples})])
     assert comparison.tokens_per_step == (100.0, 50.0)
-    assert {change.direction for change in comparison.phases} == {""}
+    assert {change.better for change in comparison.phases} == {""}
     assert compare_runs([base], [new]).tokens_per_step == (100.0, 100.0)
-
-
-def test_the_direction_follows_the_ratio_not_the_arithmetic_means() -> None:
-    """The arithmetic mean of the new side is higher, its geometric mean lower."""
-    base, new = make_runs(100.0, 100.0, 100.1), make_runs(40.0, 100.0, 165.0, letter="b")
-    [change] = [
-        candidate
-        for candidate in compare_runs(base, new).metrics
-        if candidate.name == "tokens_per_device_s"
-    ]
-    assert change.base is not None
-    assert change.new is not None
-    assert change.new > change.base
-    assert change.direction == "worse"
 
 
 def test_differences_have_the_values_of_both_sides() -> None:
@@ -374,7 +426,7 @@ def test_long_lists_of_fields_are_cut() -> None:
 def test_an_empty_side_is_refused() -> None:
     with pytest.raises(RequestError, match="no records"):
         side_comparison.make_side("old", [])
-    assert ComparisonSide("x", ()).valid == ()
+    assert ComparisonSide("x", ()).counted == ()
 
 
 def test_a_rate_has_the_interval_of_its_runs() -> None:

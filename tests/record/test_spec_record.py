@@ -11,6 +11,7 @@ from steelyard.errors import RequestError
 from steelyard.metrics import ceiling_rates
 from steelyard.record import ceilings_record, record_file
 from steelyard.record import record as runs
+from steelyard.words import Message
 
 HUGE_NUMBER = 10**400
 
@@ -121,3 +122,16 @@ def test_schema_of_spec_records():
     schema = ceilings_record.make_spec_record_schema()
     assert schema["title"] == "Steelyard spec record"
     assert schema["properties"]["kind"]["const"] == "spec"
+
+
+def test_reasons_are_stored_as_messages_and_printed_in_english(tmp_path: Path):
+    """A record without an exception has no key for one, so that older records keep their bytes."""
+    lacking = make_bench(reason=Message("ceiling.memory"), error_text="E: x", stretches=[])
+    record = make_spec_record(make_bench(), lacking)
+    path = ceilings_record.write_spec_record(record, tmp_path)
+    assert ceiling_rates.verify_spec_record(path) == []
+    first, second = json.loads(path.read_bytes())["benches"]
+    assert (first["reason"], "error_text" in first) == (None, False)
+    assert second["reason"] == {"code": "ceiling.memory", "values": {}}
+    printed = ceilings_record.spec_record_to_english_json(record)["benches"][1]
+    assert (printed["reason"], printed["error_text"]) == ("not enough memory", "E: x")

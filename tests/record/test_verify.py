@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from fixtures.golden import golden
+from fixtures.records import SPECS, rewrite_record
 from steelyard import cli
 from steelyard.metrics import metric_table, verify
-from steelyard.record import record
+from steelyard.record import ceilings_record, record
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
@@ -84,7 +85,7 @@ def test_key_that_differs_from_the_shipped_case_is_remarked(tmp_path: Path, run:
     )
     assert key != shipped
     assert (verify.verify_record(path), verify.list_remarks(path)) == ([], [remark])
-    assert run("verify", path) == (0, f"ok  {path}\n  {remark}\n  not signed\n", "")
+    assert run("verify", path) == (0, f"ok  {path}\n  remark: {remark}\n  not signed\n", "")
     code, out, _ = run("verify", path, "--json")
     signature = {
         "state": "none",
@@ -127,6 +128,42 @@ def test_question_that_no_shipped_case_asks_is_remarked(
     assert verify.list_remarks(
         replace_case_fields(copy_published("mmlu-smoke-closed", tmp_path), **case)
     ) == [said]
+
+
+def test_peak_that_was_never_shipped_is_remarked(tmp_path: Path, run: Any) -> None:
+    path = copy_published("mmlu-full-closed-bf16-torch", tmp_path)
+
+    def halve_peak(table: dict[str, Any]) -> None:
+        table["environment"]["hardware"]["peak"]["flops_per_s"]["bf16"] /= 2
+
+    mfu = record.read_record(path).metrics["mfu"].value
+    rewrite_record(path, halve_peak)
+    assert record.read_record(path).metrics["mfu"].value == pytest.approx(2 * mfu)
+    remark = golden(
+        "the-datasheet-figure-was-never-shipped",
+        *("bf16 peak", "NVIDIA H200", "4.947e+14 FLOP/s", "9.894e+14"),
+    )
+    code, out, _ = run("verify", path)
+    assert (code, out.splitlines()[:2]) == (0, [f"ok  {path}", f"  remark: {remark}"])
+    code, out, _ = run("verify", path, "--json")
+    [printed] = json.loads(out)["records"]
+    assert (code, printed["ok"], printed["wrong"], printed["remarks"]) == (0, True, [], [remark])
+
+
+def test_peak_of_a_spec_record_is_compared(tmp_path: Path, run: Any) -> None:
+    path = Path(shutil.copy(SPECS[0], tmp_path))
+    spec_record = ceilings_record.read_spec_record(path)
+    hardware = spec_record.environment.hardware
+    device = hardware.devices[0].model_copy(update={"name": "NVIDIA H2000"})
+    renamed = hardware.model_copy(update={"devices": [device]})
+    environment = spec_record.environment.model_copy(update={"hardware": renamed})
+    sealed = ceilings_record.seal_spec_record(
+        spec_record.model_copy(update={"environment": environment})
+    )
+    path.write_bytes(record.to_canonical_bytes(ceilings_record.spec_record_to_json(sealed)))
+    assert run("verify", SPECS[0]) == (0, f"ok  {SPECS[0]}\n  not signed\n", "")
+    remark = golden("the-datasheet-peak-does-not-come", "NVIDIA H2000")
+    assert run("verify", path) == (0, f"ok  {path}\n  remark: {remark}\n  not signed\n", "")
 
 
 def test_folders_are_searched_without_checkpoints(tmp_path: Path, run: Any) -> None:

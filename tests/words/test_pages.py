@@ -130,7 +130,7 @@ def test_an_english_sentence_is_found() -> None:
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.name)
 def test_a_chinese_spec_page_has_no_english_sentence(path: Path) -> None:
     stored = ceiling_rates.read_verified_spec_record(path)
-    texts = [item.reason or "" for item in stored.benches] + [
+    texts = [item.reason for item in stored.benches if isinstance(item.reason, str)] + [
         str(item.detail.get("how", "")) for item in stored.benches
     ]
     names = [item.name for item in stored.benches]

@@ -13,6 +13,7 @@ from steelyard.case.precision import Precision
 from steelyard.data.division import Division
 from steelyard.errors import RequestError
 from steelyard.models import families
+from steelyard.plugins import Provider
 from steelyard.schema import FrozenModel
 from steelyard.tasks import kind as kinds
 from steelyard.tasks.kind import Kind
@@ -175,6 +176,18 @@ class Question(FrozenModel):
         kinds.
         """
         return kinds.find_kind(self.kind)
+
+    def find_providers(self) -> dict[str, Provider]:
+        """Return the packages that bring the question's `task`, `kind` of work and model `family`,
+        by these names; those of this package are left out.
+        """
+        rows = {
+            "task": (tasks.ENTRY_POINT_GROUP, self.task_row.name),
+            "kind": (kinds.ENTRY_POINT_GROUP, self.kind),
+            "family": (families.ENTRY_POINT_GROUP, self.model.family),
+        }
+        found = {part: plugins.find_provider(*row) for part, row in rows.items()}
+        return {part: provider for part, provider in found.items() if provider is not None}
 
     def check_weights(self, folder: Path) -> None:
         """Raise RequestError if the config in a folder of weights describes another model than the

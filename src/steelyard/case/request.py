@@ -108,7 +108,9 @@ class Request:
     or a folder of checkpoints) from the beginning. `out` is the folder of records. A run ends when
     workers show no progress for `hang_s` seconds, or after `limit_s` (None: no limit). `explain`
     profiles some steps after the passes, `trace` also stores their trace; `point` is that of a
-    sweep, () without one; `signing_key` the SSH key to sign the record with (None: unsigned).
+    sweep, () without one; `signing_key` the SSH key to sign the record with (None: unsigned);
+    `identify` identifies the engine's code also if no result of `conform` is known for it.
+    `rehearsed_rows` are ids that the worker computes before, for `conform` alone (None: none).
     """
 
     resolved: ResolvedCase
@@ -135,3 +137,6 @@ class Request:
     trace: bool = False  # also store the trace of the profiled steps
     point: SweepPoint = ()  # the point of a sweep; empty without one
     signing_key: Path | None = None  # SSH key to sign the record with
+    identify: bool = False  # identify the engine's code even if it was never tested
+    # of `conform`: rows over which another engine object runs the passes first, in reverse order
+    rehearsed_rows: tuple[str, ...] | None = None

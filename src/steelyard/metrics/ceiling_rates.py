@@ -5,11 +5,13 @@ datasheet's rate. `run/` calls this when `steelyard spec` writes a record; `veri
 call it again.
 """
 
+import re
 from math import fsum, isclose
 from pathlib import Path
 
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, clean_error_line
 from steelyard.metrics import device_readings, stats
+from steelyard.metrics.shipped_peaks import list_peak_remarks
 from steelyard.record import ceilings_record
 from steelyard.record.ceilings_record import (
     BenchLimits,
@@ -22,6 +24,8 @@ from steelyard.record.run_facts import PeakFacts, TelemetrySeries
 from steelyard.words import Message, make_storable
 
 MIN_TIME_S = 1e-9  # no clock resolves less
+# how older records gave an exception as the reason: its type, a colon and its first line
+RAW_REASON = re.compile(r"[A-Za-z_]\w*(?:Error|Exception)(?:: |$)")
 MIN_DATASHEET_RATE = 1.0  # FLOP/s or bytes/s; a share of a smaller datasheet rate may not be finite
 
 
@@ -108,13 +112,30 @@ def make_ceiling_note(bench: BenchTimings, limits: BenchLimits) -> Message | Non
 
 def _explain_absence(bench: BenchTimings) -> Message | None:
     """Return why a benchmark has no value: its own reason, a result beyond its error bound, or no
-    amount of work, in this order; None if it has one.
+    amount of work, in this order; None if it has one. An exception that an older record gives as
+    the reason becomes a message in our words.
     """
+    if isinstance(bench.reason, Message):
+        return bench.reason
     if bench.reason is not None:
-        return Message("ceiling.text", {"text": bench.reason})
+        return (
+            Message("ceiling.failed")
+            if RAW_REASON.match(bench.reason)
+            else Message("ceiling.text", {"text": bench.reason})
+        )
     if bench.checked is not None and not bench.checked.is_within_bound:
         return describe_wrong_result(bench)
     return Message("ceiling.nothing") if bench.amount is None else None
+
+
+def find_error_text(bench: BenchTimings) -> str | None:
+    """Return type and first line of the exception that left a benchmark without a value, cleaned of
+    paths and addresses: `error_text`, or an older record's reason; None if there was none.
+    """
+    text = bench.error_text
+    if text is None and isinstance(bench.reason, str) and RAW_REASON.match(bench.reason):
+        text = bench.reason
+    return None if text is None else clean_error_line(text)
 
 
 def describe_wrong_result(bench: BenchTimings) -> Message:
@@ -188,6 +209,13 @@ def verify_spec_record(path: Path) -> list[str]:
     Raises RequestError if the file is not a spec record.
     """
     return _find_problems(path, ceilings_record.read_spec_record(path))
+
+
+def list_spec_remarks(path: Path) -> list[str]:
+    """Return remarks on a spec record that are no errors, as sentences: on a datasheet peak that
+    the shipped table never had. Raises RequestError if the file is not a spec record.
+    """
+    return list_peak_remarks(ceilings_record.read_spec_record(path).environment.hardware)
 
 
 def read_verified_spec_record(path: Path) -> SpecRecord:

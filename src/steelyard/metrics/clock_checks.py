@@ -2,18 +2,20 @@
 unnoticed.
 
 A clock that a preloaded library slows down makes every rate too high, and nothing else in a record
-would show it; the kernel's uptime text and the device's events are beyond that library's reach.
-`validity.py` applies both rules to a record.
+would show it; the kernel's uptime text and the device's events are beyond that library's reach. An
+engine that replaces the functions which read clocks in its own process does not reach the node
+agent, which times the borders of passes by the rank's messages. `validity.py` applies these rules
+to a record.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import fsum
 
-from steelyard.metrics import device_readings
+from steelyard.metrics import cpu_contention, device_readings
 from steelyard.metrics.passes import find_rate_span, select_samples, select_windows
 from steelyard.metrics.result import Finding, make_check, make_failed_check, make_note
-from steelyard.record.record import Record, Sample, Value
+from steelyard.record.record import PassFacts, Record, Sample, Value
 from steelyard.words import Message, MessageValues
 
 # share; clocks of one machine drift apart by less than a tenth of this, even when a time server
@@ -23,6 +25,11 @@ CLOCK_SLACK_S = 0.005  # two clocks are not read at the same instant
 # /proc/uptime counts hundredths of a second; a device's clock is read from the host
 CLOCK_RESOLUTION_S = {"uptime": 0.02, "device": 0.02}
 
+FIRST_VERSION_WITH_BORDERS = 5  # of the formulas: with passes that the node agent timed too
+# Seconds between a reading of the rank's clock and its message, beyond the time in which the agent
+# sees it: the rank may lose its core in between. Up to 8 ms were seen on a heavily loaded host.
+BORDER_SLACK_S, BUSY_BORDER_SLACK_S = 0.05, 0.5
+
 REPORTED_PASS = "train"  # the only pass that external programs report
 MAX_REPORTED_DIFFERENCE = 0.02
 READ_SLACK_S = 0.1  # on a busy host a line is read some time after it was printed
@@ -31,8 +38,8 @@ REPORTED_ROUNDING_S = 5e-5  # programs report tenths of a millisecond; half of o
 
 @dataclass(frozen=True)
 class ClockPair:
-    """Two measurements of one time interval by different clocks, compared; made by
-    `_compare_clocks` and `_compare_reported`.
+    """Two measurements of one time interval, or point in time, by different clocks, compared; made
+    by `_compare_clocks`, `_compare_reported` and `_pair_borders`.
 
     `excess_s` is by how many seconds they differ beyond what is allowed; 0 or negative if they
     agree. `values` fill the template of the check's message: the name of the interval, both times,
@@ -98,6 +105,55 @@ def check_clocks_agree(record: Record, metrics: dict[str, Value]) -> list[Findin
             )
         ]
     return [make_failed_check("clocks_agree", "clock", "check.clocks_agree", worst.values)]
+
+
+def check_borders_agree(record: Record, metrics: dict[str, Value]) -> list[Finding]:
+    """Validity rule: check that every pass began and ended when the node agent saw the rank report
+    it, from formulas version 5 on.
+
+    Returns one check `borders_agree` (reason `clock`) on the border that differs most beyond what
+    is allowed: the time in which the agent saw the message and 50 ms, or 0.5 s if the host was not
+    known to be quiet. With a note for the first pass whose borders the agent did not see. Empty for
+    older records. `metrics` is not used.
+    """
+    if record.formulas is None or record.formulas < FIRST_VERSION_WITH_BORDERS:
+        return []
+    slack_s = BORDER_SLACK_S if cpu_contention.is_quiet(record) else BUSY_BORDER_SLACK_S
+    pairs = [pair for window in record.passes for pair in _pair_borders(window, slack_s)]
+    unseen = next((window for window in record.passes if window.seen_start_s is None), None)
+    findings = [] if unseen is None else [make_note(_name_unseen(unseen))]
+    if pairs:
+        worst = max(pairs, key=lambda pair: pair.excess_s)
+        ok = worst.excess_s <= 0
+        values = {"count": len(pairs), **worst.values} if ok else worst.values
+        findings.append(make_check("borders_agree", ok, "clock", "check.borders_agree", values))
+    return findings
+
+
+def _name_unseen(window: PassFacts) -> Message:
+    """Return the note that the node agent did not see the borders of this pass."""
+    return Message("note.borders_unseen", {"pass": window.pass_name, "rank": window.rank})
+
+
+def _pair_borders(window: PassFacts, slack_s: float) -> Iterator[ClockPair]:
+    """Yield begin and end of a pass on a rank's clock, each paired with when the node agent saw it;
+    nothing if it did not. They may differ by the time in which the agent saw it and `slack_s`.
+    """
+    if window.seen_start_s is None or window.seen_end_s is None or window.seen_within_s is None:
+        return
+    allowed_s = window.seen_within_s + slack_s
+    end_s = window.start_s + window.wall_s
+    for code, told_s, seen_s in (
+        ("border.begin", window.start_s, window.seen_start_s),
+        ("border.end", end_s, window.seen_end_s),
+    ):
+        values: MessageValues = {
+            "border": Message(code, {"pass": window.pass_name, "rank": window.rank}),
+            "told": told_s,
+            "seen": seen_s,
+            "most": allowed_s,
+        }
+        yield ClockPair(abs(told_s - seen_s) - allowed_s, values)
 
 
 def check_reported_times(record: Record, metrics: dict[str, Value]) -> list[Finding]:

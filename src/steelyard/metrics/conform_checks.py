@@ -1,25 +1,30 @@
 """Compare a record of an engine with one of engine `torch` on the same question: whether it
-computes the same.
+computes the same, with the weights and the model that were asked for.
 
 Behind `steelyard conform`. `CHECKS` lists what is compared. Counts must be equal; answers, losses
 and norms may differ by what the order of additions explains, in the precision of the matmuls.
+`proportion_checks.py` adds what only the time of several runs can show.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from steelyard.data.division import COUNT_NAMES
-from steelyard.metrics import passes
+from steelyard.metrics import passes, standing
+from steelyard.plan import flops
 from steelyard.record.record import Record
 
 # Largest relative difference of two engines' numbers, by precision of the matmuls.
 LOSS_TOLERANCE = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 5e-3, "bf16": 1e-2, "fp8": 3e-2}
 NORM_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 2e-2, "bf16": 5e-2, "fp8": 1e-1}
 # by name of a step's value; others are judged as a loss
-FIRST_STEP_TOLERANCES = {"loss": LOSS_TOLERANCE, "grad_norm": NORM_TOLERANCE}
+STEP_TOLERANCES = {"loss": LOSS_TOLERANCE, "grad_norm": NORM_TOLERANCE}
 # Share of answers that may differ: random weights leave near ties.
 ANSWER_TOLERANCE = {"fp32": 0.02, "tf32": 0.05, "fp16": 0.05, "bf16": 0.05, "fp8": 0.2}
 MEAN_METRICS = ("loss", "loss_before", "perplexity_last")  # means over all rows of the data
+# Rows that an engine may add to a vocabulary, which its detail `padded_vocab` states. Megatron's
+# default pads to a multiple of 128 on each of up to 8 tensor-parallel ranks.
+MAX_PADDING_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,9 @@ class ConformCheck:
     `case` is the name of the case, `what` names the quantity, such as "train counts". `ours` is the
     value of engine torch, `theirs` that of the engine under test; both are texts for status and
     counts. `apart` and `allowed` are shares (0.01 is 1 %): the relative difference, or the share of
-    answers that differ. `apart` is None if nothing could be compared. Property `ok`: `apart` is
-    known and at most `allowed`.
+    answers that differ. `apart` is None if nothing could be compared. `untested` says why a
+    quantity was not tested, None if it was. Property `ok`: None if it was not tested, else whether
+    `apart` is known and at most `allowed`.
     """
 
     case: str
@@ -40,21 +46,55 @@ class ConformCheck:
     theirs: float | str | None
     apart: float | None
     allowed: float
+    untested: str | None = None
 
     @property
-    def ok(self) -> bool:
+    def ok(self) -> bool | None:
         """Return whether the compared quantity conforms: the difference `apart` is known and at
-        most `allowed`.
+        most `allowed`. None if it was not tested, which speaks neither for nor against the engine.
         """
+        if self.untested is not None:
+            return None
         return self.apart is not None and self.apart <= self.allowed
 
 
 def check_conformity(ours: Record, theirs: Record) -> list[ConformCheck]:
-    """Return one row for each compared quantity, in this order: status, counts of each pass, values
-    of the first step, mean losses, answers of each pass. `ours` is the record of engine torch,
-    `theirs` of the engine under test. Nothing is raised if they differ.
+    """Return one row for each compared quantity, in this order: status, weights, parameters, counts
+    of each pass, values of each step, mean losses, answers of each pass. `ours` is the record of
+    engine torch, `theirs` of the engine under test. Nothing is raised if they differ.
     """
     return [row for rows in CHECKS for row in rows(ours, theirs)]
+
+
+def check_answers(ours: Record, theirs: Record) -> list[ConformCheck]:
+    """Return one row for each compared answer of two finished runs of one question: of training the
+    values of the first step, because later ones depend on chance too; of other work the mean losses
+    and the answers of each pass. Empty for training with dropout, which engines draw in different
+    orders.
+    """
+    if not ours.task.kind_row.trains:
+        return [*_check_mean_metrics(ours, theirs), *_check_answers(ours, theirs)]
+    has_dropout = bool(getattr(ours.question.model, "dropout", 0.0))
+    if has_dropout:
+        return []
+    return [row for row in _check_steps(ours, theirs) if row.what.startswith("step 1 ")]
+
+
+def check_answers_again(ours: Record, theirs: Record, condition: str) -> list[ConformCheck]:
+    """Return the rows of `ANSWER_CHECKS` (status, counts, losses, answers) for another run of the
+    engine under test, `theirs`, under a condition that must not change its answers; the condition's
+    name is put behind each quantity.
+    """
+    return [
+        replace(row, what=f"{row.what}, {condition}")
+        for rows in ANSWER_CHECKS
+        for row in rows(ours, theirs)
+    ]
+
+
+def format_status(record: Record) -> str:
+    """Return a record's status and the codes of its reasons, joined by spaces."""
+    return " ".join([standing.find_status(record), *(reason.code for reason in record.reasons)])
 
 
 def _relative_difference(ours: float | None, theirs: float | None) -> float | None:
@@ -67,16 +107,63 @@ def _relative_difference(ours: float | None, theirs: float | None) -> float | No
 
 
 def _check_status(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
-    """Yield one row "status", which conforms only if both runs are valid (else `apart` is None);
-    its values are texts of status and reason codes.
+    """Yield one row "status", which conforms only if nothing speaks against either run: both are
+    valid, or too short for an interval (else `apart` is None); its values are texts of status and
+    reason codes.
+    """
+    are_right = standing.is_answer_right(ours) and standing.is_answer_right(theirs)
+    yield ConformCheck(
+        theirs.case.name,
+        "status",
+        format_status(ours),
+        format_status(theirs),
+        0.0 if are_right else None,
+        0.0,
+    )
+
+
+def _check_weights(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
+    """Yield one row "weights": the engine must state the source of weights that was asked for. That
+    is random ones with the question's seed, since `conform` names no checkpoint. An engine that
+    states no seed is judged by the source alone.
     """
     our_text, their_text = (
-        " ".join([record.status, *(reason.code for reason in record.reasons)])
+        " ".join(
+            str(value)
+            for value in (record.weights.source, getattr(record.weights, "seed", None))
+            if value is not None
+        )
         for record in (ours, theirs)
     )
-    are_valid = ours.status == theirs.status == "valid"
+    asked = {"random", f"random {ours.question.seed}"}
     yield ConformCheck(
-        theirs.case.name, "status", our_text, their_text, 0.0 if are_valid else None, 0.0
+        theirs.case.name, "weights", our_text, their_text, float(their_text not in asked), 0.0
+    )
+
+
+def _check_parameters(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
+    """Yield one row "parameters": the number that the engine says it holds (`details.parameters`)
+    must be that of the question's model; not tested if it does not say. Both runs use one device,
+    which holds the whole model.
+
+    A vocabulary that the engine pads, as its detail `padded_vocab` says, counts with its padding,
+    of at most `MAX_PADDING_ROWS` rows.
+    """
+    model = ours.question.model
+    stated = getattr(theirs.engine.details, "parameters", None)
+    padded = getattr(theirs.engine.details, "padded_vocab", None)
+    if isinstance(padded, int) and 0 <= padded - model.vocab <= MAX_PADDING_ROWS:
+        model = model.model_copy(update={"vocab": padded})
+    expected = flops.count_model_parameters(model)
+    is_number = isinstance(stated, int) and not isinstance(stated, bool)
+    yield ConformCheck(
+        theirs.case.name,
+        "parameters",
+        str(expected),
+        None if stated is None else str(stated),
+        _relative_difference(expected, stated) if is_number else None,
+        0.0,
+        "the engine does not say how many it holds" if stated is None else None,
     )
 
 
@@ -100,32 +187,30 @@ def _check_counts(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
         )
 
 
-def _check_first_step(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
-    """Yield a row "step 1 NAME" for each value that the kind of work records (loss, gradient norm
-    in training; none in scoring), of rank 0's first working step in the headline pass; a value that
-    is missing or not finite does not conform.
+def _check_steps(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
+    """Yield a row "step N NAME" for each value that the kind of work records (loss, gradient norm
+    in training; none in scoring) and each of rank 0's working steps in the headline pass of our
+    record; a value that is missing or not finite does not conform.
 
     The allowed relative difference depends on the precision of the matmuls and is 0 for an unknown
     one.
     """
     kind, precision = ours.task.kind_row, ours.question.precision.matmul
-    for key in kind.step_values:
-        first_steps = [
-            next(iter(passes.group_working_steps(item, kind.headline[0]).get(0, [])), None)
-            for item in (ours, theirs)
-        ]
-        our_value, their_value = (
-            None if item is None else item.values.get(key) for item in first_steps
-        )
-        allowed = FIRST_STEP_TOLERANCES.get(key, LOSS_TOLERANCE).get(precision, 0.0)
-        yield ConformCheck(
-            theirs.case.name,
-            f"step 1 {key}",
-            our_value,
-            their_value,
-            _relative_difference(our_value, their_value),
-            allowed,
-        )
+    our_steps, their_steps = (
+        passes.group_working_steps(record, kind.headline[0]).get(0, []) for record in (ours, theirs)
+    )
+    for index, our_step in enumerate(our_steps):
+        their_values = their_steps[index].values if index < len(their_steps) else {}
+        for key in kind.step_values:
+            our_value, their_value = our_step.values.get(key), their_values.get(key)
+            yield ConformCheck(
+                theirs.case.name,
+                f"step {index + 1} {key}",
+                our_value,
+                their_value,
+                _relative_difference(our_value, their_value),
+                STEP_TOLERANCES.get(key, LOSS_TOLERANCE).get(precision, 0.0),
+            )
 
 
 def _check_mean_metrics(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
@@ -178,10 +263,20 @@ def _check_answers(ours: Record, theirs: Record) -> Iterator[ConformCheck]:
         )
 
 
-CHECKS: tuple[Callable[[Record, Record], Iterator[ConformCheck]], ...] = (
+RecordCheck = Callable[[Record, Record], Iterable[ConformCheck]]
+CHECKS: tuple[RecordCheck, ...] = (
+    _check_status,
+    _check_weights,
+    _check_parameters,
+    _check_counts,
+    _check_steps,
+    _check_mean_metrics,
+    _check_answers,
+)
+# what another run of the same question must give again
+ANSWER_CHECKS: tuple[RecordCheck, ...] = (
     _check_status,
     _check_counts,
-    _check_first_step,
     _check_mean_metrics,
     _check_answers,
 )

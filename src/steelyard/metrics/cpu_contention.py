@@ -123,6 +123,17 @@ def is_busy(record: Record) -> bool:
     )
 
 
+def is_quiet(record: Record) -> bool:
+    """Return whether on every host other processes are known to have taken no larger share of the
+    run's cores than `note_above` of its accelerator; False if it is unknown for one.
+    """
+    max_share = find_contention_limits(record.environment.hardware.accelerator).note_above
+    shares = [taken.value for _, _, taken in _measure_hosts(record)]
+    return len(shares) == len(record.hosts) > 0 and all(
+        share is not None and share <= max_share for share in shares
+    )
+
+
 def check_contention(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Validity rule: yield for each host a check `quiet` (reason `busy`) that others took at most
     the share `invalid_above` of the run's cores, over the span that rates are taken over; with a

@@ -2,7 +2,7 @@
 their rates.
 
 The base is engine `torch`, else the engine of the first record. Answers are those of every finished
-run; rates are those of valid runs only.
+run; rates are those of runs that prove one (`standing.select_proven`).
 """
 
 from collections.abc import Callable, Iterable
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from steelyard.case.request import DEFAULT_ENGINE
-from steelyard.metrics import estimates, passes, rates, stats, training_formulas
+from steelyard.metrics import estimates, passes, rates, standing, stats, training_formulas
 from steelyard.metrics.estimates import Estimate, IntervalSource
+from steelyard.metrics.ratio import BASE_RATIO, Ratio, compare_rates
 from steelyard.record.record import Record
 from steelyard.tasks.task import Differences
 
@@ -55,12 +56,12 @@ class EngineRuns:
     """The finished runs (`records`) of one engine (`name`) in an `EngineGroup`, summarized against
     the base engine's; None is unknown.
 
-    `rate` (all devices together, with interval) and `mfu` are means over valid runs, `quality` over
-    all; `mem` is the highest in GiB; `ratio` is the rate over the base's (1 for the base).
-    `source`: what the rate's interval comes from, "steps" of one run or the spread of "runs".
-    `answers` compares them with the base engine's first run; for the base itself these are its
-    other runs, None if it ran once. Properties: `valid_count`, `invalid_rate` (mean rate of runs
-    that are not valid).
+    `rate` (all devices together, with interval) and `mfu` are means over the counted runs
+    (`standing.select_proven`), `quality` over all; `mem` is the highest in GiB; `ratio` is the rate
+    over the base's (1 for the base), tested if both engines have repeats. `source`: what the rate's
+    interval comes from, "steps" of one run or the spread of "runs". `answers` compares them with
+    the base engine's first run; for the base itself these are its other runs, None if it ran once.
+    Properties: `counted`, `uncounted_rate` (mean rate of the other runs).
     """
 
     name: str
@@ -68,26 +69,23 @@ class EngineRuns:
     is_base: bool
     answers: AnswerDifferences | None
     quality: float | None  # mean over finished runs
-    rate: Estimate | None  # of all devices together; mean over valid runs
+    rate: Estimate | None  # of all devices together; mean over counted runs
     source: IntervalSource | None  # what the interval of `rate` comes from
-    ratio: Estimate | None  # rate over the base's rate
-    mfu: float | None  # mean over valid runs
+    ratio: Ratio | None  # rate over the base's rate
+    mfu: float | None  # mean over counted runs
     mem: float | None  # GiB, highest over finished runs
 
     @property
-    def valid_count(self) -> int:
-        """Return the number of this engine's runs with status valid."""
-        return sum(record.status == "valid" for record in self.records)
+    def counted(self) -> tuple[Record, ...]:
+        """Return this engine's runs whose rates are averaged and compared."""
+        return tuple(standing.select_proven(self.records))
 
     @property
-    def invalid_rate(self) -> float | None:
-        """Return the mean rate, of all devices together, of this engine's finished runs that are
-        not valid, which is shown and never compared; None if one of them has no rate, or all are
-        valid.
+    def uncounted_rate(self) -> float | None:
+        """Return the mean rate, of all devices together, of this engine's finished runs that do not
+        count, which is shown and never compared; None if one of them has no rate, or all count.
         """
-        run_rates = [
-            estimates.estimate_rate(item) for item in self.records if item.status != "valid"
-        ]
+        run_rates = map(estimates.estimate_rate, standing.select_not_proven(self.records))
         return stats.mean_of_all([None if item is None else item.value for item in run_rates])
 
 
@@ -169,19 +167,18 @@ def _summarize_engine(
     """Return the summary of one engine's runs against the base engine's (`base`, the same list
     object for the base itself).
 
-    Rate and ratio of the mean rates are over valid runs that have one; MFU over valid runs and
-    quality (`metric`) over all are None if one lacks it; memory is the highest of all. The base's
-    ratio is 1; None if either has no rate. Answers are compared with the base's first record.
+    Rate and ratio are over counted runs that have a rate; MFU over counted runs and quality
+    (`metric`) over all are None if one lacks it; memory is the highest of all. The base's ratio is
+    1; None if either has no rate. Answers are compared with the base's first record.
     """
     is_base = records is base
-    valid, compared_records = _select_valid(records), records[1:] if is_base else records
-    (rate, source), (base_rate, _) = (
-        estimates.average_known_runs(map(estimates.estimate_rate, engine_records))
-        for engine_records in (valid, _select_valid(base))
+    counted, compared_records = standing.select_proven(records), records[1:] if is_base else records
+    rates_of_base, rates_of_engine = (
+        [rate for rate in map(estimates.estimate_rate, engine_records) if rate is not None]
+        for engine_records in (standing.select_proven(base), counted)
     )
-    ratio = None
-    if rate is not None and base_rate is not None:
-        ratio = Estimate(1.0) if is_base else estimates.divide_estimates(rate, base_rate)
+    rate, source = estimates.average_known_runs(rates_of_engine)
+    ratio = BASE_RATIO if is_base else compare_rates(rates_of_base, rates_of_engine)
     return EngineRuns(
         name=name,
         records=tuple(records),
@@ -198,8 +195,8 @@ def _summarize_engine(
         ),
         rate=rate,
         source=source,
-        ratio=ratio,
-        mfu=stats.mean_of_all([estimates.get_metric_value(record, "mfu") for record in valid]),
+        ratio=None if rate is None else ratio,
+        mfu=stats.mean_of_all([estimates.get_metric_value(record, "mfu") for record in counted]),
         mem=max(
             (
                 value
@@ -209,11 +206,6 @@ def _summarize_engine(
             default=None,
         ),
     )
-
-
-def _select_valid(records: list[Record]) -> list[Record]:
-    """Return the records with status valid."""
-    return [record for record in records if record.status == "valid"]
 
 
 def compare_answers(base: Record, record: Record, metric: str) -> AnswerDifferences:

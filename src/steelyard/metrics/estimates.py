@@ -187,38 +187,6 @@ def standard_deviation(values: Sequence[float]) -> float:
     return hypot(*(value - mean for value in values)) / sqrt(len(values) - 1)
 
 
-def divide_estimates(top: Estimate, bottom: Estimate) -> Estimate:
-    """Return top / bottom of two independent, positive estimates, with an interval if both have
-    one.
-
-    Relative errors of opposite ends are added as squares: the lower end takes top's lower and
-    bottom's upper error, and is cut at 0.
-    """
-    value = top.value / bottom.value
-    if top.interval is None or bottom.interval is None:
-        return Estimate(value)
-    (top_down, top_up), (bottom_down, bottom_up) = (
-        _relative_errors(top, top.interval),
-        _relative_errors(bottom, bottom.interval),
-    )
-    return Estimate(
-        value,
-        (
-            max(0.0, value * (1 - hypot(top_down, bottom_up))),
-            value * (1 + hypot(top_up, bottom_down)),
-        ),
-    )
-
-
-def _relative_errors(estimate: Estimate, interval: Interval) -> Interval:
-    """Return how far both ends of the interval are from the value, as shares of the value: (below,
-    above).
-    """
-    return (estimate.value - interval[0]) / estimate.value, (
-        interval[1] - estimate.value
-    ) / estimate.value
-
-
 def get_metric_value(record: Record, metric_name: str) -> float | None:
     """Return the stored value of a metric; None if the record has no such metric or its value is
     None.

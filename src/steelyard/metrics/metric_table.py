@@ -32,7 +32,7 @@ def list_task_metrics(task: Task) -> list[Metric]:
     scores, other shipped metrics, then those of installed packages.
 
     Raises RequestError if an installed package's entry point cannot be imported or is not a
-    `Metric`.
+    `Metric`, or if two metrics of the task have one name: no package replaces another's formula.
     """
     candidates = [
         *RATES,
@@ -40,7 +40,9 @@ def list_task_metrics(task: Task) -> list[Metric]:
         *OTHERS,
         *plugins.load_rows(GROUP, Metric, "metric"),
     ]
-    return [metric for metric in candidates if metric.tasks(task)]
+    metrics = [metric for metric in candidates if metric.tasks(task)]
+    plugins.check_unique_names((metric.name for metric in metrics), "metric")
+    return metrics
 
 
 def _make_score_metric(score: Score) -> Metric:

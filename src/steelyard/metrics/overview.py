@@ -5,10 +5,11 @@ accelerators against each other.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from steelyard.metrics import estimates, repeat_groups, stats
+from steelyard.metrics import estimates, repeat_groups, standing, stats, vouching
 from steelyard.metrics.estimates import Estimate
+from steelyard.metrics.ratio import Ratio, compare_rates
 from steelyard.metrics.result import work_name
-from steelyard.record.record import Record
+from steelyard.record.record import Record, Status
 
 MAX_METRIC_VALUE = 1e30  # as for rates, so that squares stay finite
 
@@ -20,10 +21,10 @@ class OverviewRow:
 
     `records` are all of them. `rate` (work per second of wall time of one device), `mfu` (a share)
     and `energy` (J per token) are estimates with an interval, `mem` is the highest in GiB,
-    `quality` the mean of the metric that `quality_metric` names. They are of the valid runs; if
-    none is valid, of those that finished; None is unknown. Properties: `first_record`,
-    `valid_count`, `status` (the best of the runs), `accelerator` (device names), `work_name`
-    ("tokens" or "samples").
+    `quality` the mean of the metric that `quality_metric` names. They are of the runs that prove
+    the rate (`counted`); if there are none, of the unproven ones, else of those that finished; None
+    is unknown. Properties: `first_record`, `is_proven`, `status` (of the runs as one result),
+    `is_whole`, `is_evaluated`, `accelerator` (device names), `work_name` ("tokens" or "samples").
     """
 
     records: tuple[Record, ...]
@@ -40,17 +41,29 @@ class OverviewRow:
         return self.records[0]
 
     @property
-    def valid_count(self) -> int:
-        """Return the number of valid runs of this row of repeats."""
-        return sum(record.status == "valid" for record in self.records)
+    def counted(self) -> tuple[Record, ...]:
+        """Return the runs of this row that prove its rate (`standing.select_proven`)."""
+        return tuple(standing.select_proven(self.records))
 
     @property
-    def status(self) -> str:
-        """Return the best status of the row's runs: "valid" if one is valid, else "invalid", else
-        "failed".
-        """
-        statuses = {record.status for record in self.records}
-        return next(status for status in ("valid", "invalid", "failed") if status in statuses)
+    def is_proven(self) -> bool:
+        """Return whether the rate of this row is proven and may be compared or called the best."""
+        return bool(self.counted)
+
+    @property
+    def status(self) -> Status:
+        """Return the status of the row's runs as one result (`standing.find_group_status`)."""
+        return standing.find_group_status(self.records)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the runs of this row answered the whole question, not a window of it."""
+        return self.first_record.scope.kind == "full"
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Return whether the quality of every run that counts in this row was evaluated."""
+        return all(record.quality.evaluated for record in self.counted or self.records)
 
     @property
     def accelerator(self) -> str:
@@ -70,14 +83,14 @@ class AcceleratorRatio:
     """How much faster an accelerator is than the slowest one on the same question;
     `compare_accelerators` makes one for each accelerator but the slowest.
 
-    `top` and `base` are `OverviewRow`s: `base` is the best valid row of the slowest accelerator,
-    `top` that of the other one. `ratio` is an estimate of top over base of their rates per device,
-    with an interval if both rates have one.
+    `top` and `base` are `OverviewRow`s: `base` is the best proven row of the slowest accelerator,
+    `top` that of the other one. `ratio` is top over base of their rates per device, tested if both
+    have repeats.
     """
 
     top: OverviewRow
     base: OverviewRow
-    ratio: Estimate  # top over base, of their rates per device
+    ratio: Ratio  # top over base, of their rates per device
 
 
 def make_overview_rows(records: Iterable[Record]) -> list[OverviewRow]:
@@ -95,10 +108,13 @@ def _summarize_repeats(group: Sequence[Record]) -> OverviewRow:
     """Return one row of repeats: means of rate per device, MFU, energy per token and quality, each
     over the runs that have it, and the highest memory; None if no run has it.
 
-    Valid runs count; if none is valid, all that did not fail.
+    The runs that prove the rate count; without any the unproven ones, else all that did not fail.
     """
-    valid = [record for record in group if record.status == "valid"]
-    counted_records = valid or [record for record in group if record.status != "failed"]
+    counted_records = (
+        standing.select_proven(group)
+        or [record for record in group if standing.is_answer_right(record)]
+        or [record for record in group if record.status != "failed"]
+    )
     quality_metric = estimates.choose_quality_metric(group)
     sizes = [
         size
@@ -148,38 +164,49 @@ def _estimate_metric(record: Record, metric_name: str) -> Estimate | None:
     return Estimate(stored.value, stored.interval)
 
 
-def find_best_rows(candidates: Iterable[OverviewRow]) -> dict[str, OverviewRow]:
-    """Return, by division, the row with a valid run that has the highest rate per device, division
-    closed first; divisions without one are left out.
+def find_best_rows(candidates: Iterable[OverviewRow]) -> list[OverviewRow]:
+    """Return for each division, closed first, the proven row with the highest rate per device among
+    those that answered the whole question and, after it, the best window if that is faster.
+    Divisions without a proven row are left out.
     """
     by_division = stats.group_by(
         _select_rated(candidates), lambda row: row.first_record.case.division
     )
-    order = sorted(by_division, key=lambda division: (division != "closed", division))
-    return {division: max(by_division[division], key=_rate_or_zero) for division in order}
+    best_rows = []
+    for division in sorted(by_division, key=lambda division: (division != "closed", division)):
+        whole = [row for row in by_division[division] if row.is_whole]
+        best_whole = max(whole, key=_rate_or_zero, default=None)
+        best = max(by_division[division], key=_rate_or_zero)
+        best_rows += [row for row in (best_whole, best) if row is not None]
+    return list({id(row): row for row in best_rows}.values())
 
 
 def compare_accelerators(candidates: Iterable[OverviewRow]) -> list[AcceleratorRatio]:
     """Return the ratio of each accelerator's best row to that of the slowest accelerator, by rate
     per device, fastest first, on one question (key); the slowest itself is not listed.
 
-    It is the question that most accelerators answered with valid runs; among equals one of division
-    closed, then the one with the highest rate. Empty if no question has valid rows of two
-    accelerators.
+    It is the question that most accelerators answered with a proven rate; among equals one of
+    division closed, then the one with the highest rate. Empty if no question has proven rows of two
+    accelerators, and for size smoke, which says nothing of an accelerator.
     """
-    by_key = stats.group_by(_select_rated(candidates), lambda row: row.first_record.case.key)
+    rated = [row for row in _select_rated(candidates) if row.first_record.case.size != "smoke"]
+    by_key = stats.group_by(rated, lambda row: row.first_record.case.key)
     best_rows = max(
         map(_find_best_by_accelerator, by_key.values()), key=_question_sort_key, default=[]
     )
     if len(best_rows) < 2:
         return []
     base, *others = sorted(best_rows, key=_rate_or_zero)
-    pairs = [(row, row.rate, base.rate) for row in reversed(others)]
-    return [
-        AcceleratorRatio(row, base, estimates.divide_estimates(top_rate, base_rate))
-        for row, top_rate, base_rate in pairs
-        if top_rate is not None and base_rate is not None
+    ratios = [
+        (row, compare_rates(_list_device_rates(base), _list_device_rates(row)))
+        for row in reversed(others)
     ]
+    return [AcceleratorRatio(row, base, ratio) for row, ratio in ratios if ratio is not None]
+
+
+def _list_device_rates(row: OverviewRow) -> list[Estimate]:
+    """Return the rate per device of each run that proves the row's rate and has one."""
+    return [rate for rate in map(_estimate_device_rate, row.counted) if rate is not None]
 
 
 def _find_best_by_accelerator(candidates: list[OverviewRow]) -> list[OverviewRow]:
@@ -202,8 +229,16 @@ def _question_sort_key(best_rows: list[OverviewRow]) -> tuple[int, bool, float]:
 
 
 def _select_rated(candidates: Iterable[OverviewRow]) -> list[OverviewRow]:
-    """Return the rows that have a valid run and a rate."""
-    return [row for row in candidates if row.valid_count and row.rate is not None]
+    """Return the rows that have a proven rate, of an engine that is not known to compute something
+    else than engine torch (`conform`).
+    """
+    return [
+        row
+        for row in candidates
+        if row.is_proven
+        and row.rate is not None
+        and vouching.find_weakest_mark(row.records) != "nonconforming"
+    ]
 
 
 def _rate_or_zero(row: OverviewRow) -> float:

@@ -9,7 +9,7 @@ from math import fsum
 
 from steelyard.data.division import COUNT_NAMES
 from steelyard.metrics import cpu_contention, passes, rates
-from steelyard.metrics.result import Finding, make_check
+from steelyard.metrics.result import Finding, make_check, make_note
 from steelyard.plan import degrees, flops
 from steelyard.record.record import Record, Value
 from steelyard.record.run_facts import RankFacts
@@ -26,6 +26,12 @@ BUSY_MARGIN = 2.5
 FIRST_VERSION_WITH_SEVERAL_TIMINGS = (
     4  # of the formulas: with several timings, and a margin for busy hosts
 )
+# of the formulas: with matmuls that are timed by a process of their own, and bounded
+FIRST_VERSION_WITH_BOUNDS = 5
+# Factor over the datasheet's peak that a timed matmul may reach: some devices raise their clock
+# above the one that the datasheet counts with.
+PEAK_MARGIN = 1.1
+NOT_TIMED_NOTES = {"before": "note.not_timed_before", "after": "note.not_timed_after"}  # by stage
 # the largest share of a pass's wall time that may be spent outside it, on its answers and length
 MAX_SHARE_OUTSIDE = 0.1
 MAX_OUTSIDE_S = 0.05  # too short to hide work in
@@ -178,11 +184,8 @@ def _list_rate_limits(
     )
     host_is_busy = has_several and cpu_contention.is_busy(record)
     margin = BUSY_MARGIN if host_is_busy else MATMUL_MARGIN
-    if (
-        cpu_contention.find_contention_limits(record.environment.hardware.accelerator)
-        is not cpu_contention.CPU_IS_DEVICE_LIMITS
-    ):
-        measured = [_find_fastest_matmul(rank) for rank in record.ranks]
+    if not _is_cpu_device(record):
+        measured = [_find_fastest_matmul(record, rank) for rank in record.ranks]
         total_rate = fsum(rate for rate in measured if rate) if all(measured) else None
         yield (
             _name_limit("limit.matmul", {"margin": margin}, host_is_busy),
@@ -190,7 +193,7 @@ def _list_rate_limits(
             shortest_s,
         )
         return
-    rates_by_rank = [_list_cpu_rates(rank, has_several) for rank in record.ranks]
+    rates_by_rank = [list_cpu_rates(rank, has_several) for rank in record.ranks]
     cpu_times_s = [window.cpu_s for window in windows]
     if rates_by_rank and all(rates_by_rank) and None not in cpu_times_s:
         busy_s = fsum(time_s for time_s in cpu_times_s if time_s is not None)
@@ -199,7 +202,8 @@ def _list_rate_limits(
         limit_name = _name_limit(
             "limit.cpu_best" if has_several else "limit.cpu", message_values, host_is_busy
         )
-        yield limit_name, margin * max(known), busy_s
+        bound = _find_core_bound(record)
+        yield limit_name, margin * (max(known) if bound is None else min(max(known), bound)), busy_s
 
 
 def _name_limit(code: str, values: MessageValues, host_is_busy: bool) -> Message:
@@ -210,7 +214,7 @@ def _name_limit(code: str, values: MessageValues, host_is_busy: bool) -> Message
     return Message("limit.busy", {"limit": limit_name}) if host_is_busy else limit_name
 
 
-def _list_cpu_rates(rank: RankFacts, has_several: bool) -> list[float]:
+def list_cpu_rates(rank: RankFacts, has_several: bool) -> list[float]:
     """Return a rank's measured rates of the square matmul in FLOP per second of CPU time; empty if
     not measured.
 
@@ -222,12 +226,96 @@ def _list_cpu_rates(rank: RankFacts, has_several: bool) -> list[float]:
     return known or [rate for rate in (rank.matmul_flops_per_cpu_s,) if rate]
 
 
-def _find_fastest_matmul(rank: RankFacts) -> float | None:
+def _find_fastest_matmul(record: Record, rank: RankFacts) -> float | None:
     """Return the highest rate of any matmul measured on a rank in this run, in FLOP/s: of the
-    square one and the case's own shapes; None if none was measured.
+    square one and the case's own shapes; None if none was measured. From formulas version 5 on the
+    square one after the passes too, and no more than the datasheet's peak with its margin.
     """
-    known = [rank.matmul_flops_per_s, *(matmul.flops_per_s for matmul in rank.matmuls or [])]
-    return max((rate for rate in known if rate), default=None)
+    is_bounded = record.formulas is not None and record.formulas >= FIRST_VERSION_WITH_BOUNDS
+    known = _list_timed_rates(rank) if is_bounded else _list_timed_rates(rank)[:-1]
+    fastest = max((rate for rate in known if rate), default=None)
+    peak = rates.datasheet_peak(record).value if is_bounded else None
+    return fastest if fastest is None or peak is None else min(fastest, PEAK_MARGIN * peak)
+
+
+def _list_timed_rates(rank: RankFacts) -> list[float | None]:
+    """Return the rates of all matmuls that were timed on a rank's device, in FLOP/s: the square
+    one, the case's own shapes, and last the square one after the passes; None if not timed.
+    """
+    shapes = [matmul.flops_per_s for matmul in rank.matmuls or []]
+    return [rank.matmul_flops_per_s, *shapes, rank.matmul_flops_per_s_after]
+
+
+def _find_core_bound(record: Record, rank: RankFacts | None = None) -> float | None:
+    """Return the FLOP/s that one core of a rank's host does not exceed at the case's precision, or
+    for all ranks (None) the most of any host; None if unknown, and before formulas version 5.
+    """
+    if record.formulas is None or record.formulas < FIRST_VERSION_WITH_BOUNDS:
+        return None
+    hosts = [host for host in record.hosts if rank is None or rank.rank in host.ranks]
+    core_bounds = [None if host.state is None else host.state.core_bound for host in hosts]
+    precision = record.question.precision.matmul
+    known = [core.count_flops_per_s(precision) for core in core_bounds if core is not None]
+    return max(known) if known and len(known) == len(hosts) else None
+
+
+def check_calibration(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
+    """Validity rule, from formulas version 5 on: yield one check `calibrated` (reason
+    `implausible`) on the matmul that was timed closest to, or most above, what its device can do,
+    and a note for each rank and stage of which matmuls could not be timed.
+
+    What a device can do is 1.1 times its datasheet peak. If the CPU is the device, it is what one
+    core can do at most (`CoreBound`) in a second of CPU time, and all allowed cores together in a
+    second. No check if nothing was timed, or no such bound is known. `metrics` is not used.
+    """
+    if record.formulas is None or record.formulas < FIRST_VERSION_WITH_BOUNDS:
+        return
+    for rank in record.ranks:
+        problems = {} if rank.calibration is None else rank.calibration.problems
+        for stage, note_code in NOT_TIMED_NOTES.items():
+            if stage in problems:
+                yield make_note(Message(note_code, {"rank": rank.rank, "why": problems[stage]}))
+    claims = [
+        (rate / bound, rank.rank, rate, bound, what)
+        for rank in record.ranks
+        for rate, bound, what in _list_bounds(record, rank)
+    ]
+    if claims:
+        share, number, rate, bound, what = max(claims, key=lambda claim: claim[0])
+        values: MessageValues = {"rank": number, "rate": rate, "limit": bound, "what": what}
+        yield make_check("calibrated", share <= 1, "implausible", "check.calibrated", values)
+
+
+def _list_bounds(record: Record, rank: RankFacts) -> Iterator[tuple[float, float, Message]]:
+    """Yield (rate, bound, name of the bound) of each matmul that was timed on a rank's device, in
+    FLOP/s; nothing if no bound is known.
+    """
+    if not _is_cpu_device(record):
+        peak = rates.datasheet_peak(record).value
+        for rate in _list_timed_rates(rank):
+            if rate and peak:
+                yield (
+                    rate,
+                    PEAK_MARGIN * peak,
+                    Message("limit.peak_margin", {"margin": PEAK_MARGIN}),
+                )
+        return
+    bound = _find_core_bound(record, rank)
+    host = next((host for host in record.hosts if rank.rank in host.ranks), None)
+    if bound is None or host is None:
+        return
+    for rate in [*list_cpu_rates(rank, has_several=True), *list_cpu_rates(rank, False)]:
+        yield rate, bound, Message("limit.core")
+    cores = host.cpu_cores if host.load is None else host.load.allowed
+    for rate in _list_timed_rates(rank):
+        if rate and cores:
+            yield rate, cores * bound, Message("limit.cores", {"cores": cores})
+
+
+def _is_cpu_device(record: Record) -> bool:
+    """Return whether the CPU itself is the device of a run."""
+    limits = cpu_contention.find_contention_limits(record.environment.hardware.accelerator)
+    return limits is cpu_contention.CPU_IS_DEVICE_LIMITS
 
 
 def check_time_outside_passes(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:

@@ -13,7 +13,16 @@ from pathlib import Path
 
 from steelyard.case.key import compute_question_key
 from steelyard.errors import RequestError
-from steelyard.metrics import estimates, rates, ratio, record_fields, stats, verify
+from steelyard.metrics import (
+    estimates,
+    rates,
+    ratio,
+    record_fields,
+    standing,
+    stats,
+    verify,
+    vouching,
+)
 from steelyard.metrics.estimates import Estimate, IntervalSource
 from steelyard.metrics.ratio import Ratio
 from steelyard.record.index import RecordSummary
@@ -23,7 +32,7 @@ from steelyard.schema import to_canonical_json
 # reason codes of runs that a user ended: they say nothing about the machine or the program
 ENDED_BY_USER = {"interrupted", "cancelled", "unfinished"}
 # beginnings of the fields that repeats have in common
-SETUP_FIELDS = ("tune.", "engine.", "environment.", "weights.")
+SETUP_FIELDS = ("tune.", "engine.", "providers.", "environment.", "weights.")
 MAX_NAMES_CHARS = 60  # longer lists of names are shortened to a number and a hash
 VARYING_FIELDS = (
     "environment.hardware.uuids",
@@ -33,8 +42,7 @@ VARYING_FIELDS = (
 @dataclass(frozen=True)
 class IndexedRecord:
     """A record file in the history: its `path`, and `entry`, the summary of it in the index (id,
-    status, rate, key, ...). Property `rate` is an estimate from the entry; None unless the record
-    is valid and has one.
+    status, rate, key, ...). Property `rate` is an estimate from the entry; None if it has none.
     """
 
     path: Path
@@ -42,23 +50,22 @@ class IndexedRecord:
 
     @property
     def rate(self) -> Estimate | None:
-        """Return the rate of this record from its index entry, with its interval; None unless the
-        record is valid and has one.
+        """Return the rate of this record from its index entry, with its interval; None if it has
+        none. Whether it counts depends on its repeats (`standing.select_proven_items`).
         """
-        if self.entry.status != "valid" or self.entry.rate is None:
-            return None
-        return Estimate(self.entry.rate, self.entry.interval)
+        entry = self.entry
+        return None if entry.rate is None else Estimate(entry.rate, entry.interval)
 
 
 @dataclass(frozen=True)
 class TrendPoint:
-    """One point of a trend: a run, or consecutive repeats of it (`runs`), with the mean rate of its
-    valid runs.
+    """One point of a trend: a run, or consecutive repeats of it (`runs`), with the mean rate of
+    those that prove one.
 
-    `rate` is None if no valid run has one; `source` says what its interval comes from ("steps" of
+    `rate` is None if none does; `source` says what its interval comes from ("steps" of
     one run, or "runs"). `to_first` and `to_previous` are the ratios of its rate to those of the
     first and of the last point before it that have a rate; None if there is no such point, or this
-    one has no rate. Properties: `rates` of the valid runs, `valid_count`.
+    one has no rate. Properties: `counted` runs, and their `rates`.
     """
 
     runs: tuple[IndexedRecord, ...]
@@ -69,23 +76,23 @@ class TrendPoint:
 
     @property
     def rates(self) -> list[Estimate]:
-        """Return the rates (estimates) of this point's valid runs that have one."""
+        """Return the rates (estimates) of this point's counted runs that have one."""
         return _list_rates(self.runs)
 
     @property
-    def valid_count(self) -> int:
-        """Return the number of valid runs of this point of a trend."""
-        return sum(indexed.entry.status == "valid" for indexed in self.runs)
+    def counted(self) -> list[IndexedRecord]:
+        """Return the runs of this point of a trend that prove a rate."""
+        return _select_proven(self.runs)
 
 
 @dataclass(frozen=True)
 class FirstBadRecord:
-    """The first bad record of a trend: `record` is not valid, or belongs to a point that is slower
-    than the best point before it by more than the threshold, significantly or, where that cannot be
-    tested, with an interval wholly below.
+    """The first bad record of a trend: `record` is invalid or failed, or belongs to a point that is
+    slower than the best point before it by more than the threshold, significantly or, where that
+    cannot be tested, with an interval wholly below.
 
     `ratio` (to the best point's rate) and `best` (that point's first run with a rate) are None for
-    a record that is not valid.
+    a record that is invalid or failed.
     """
 
     record: IndexedRecord
@@ -100,7 +107,7 @@ class Trend:
 
     `points` are `TrendPoint`s, oldest first; `first_bad` is its first bad record, None if there is
     none. Properties: `first_entry`, the index entry of the oldest record, and `unit` of the rates
-    (empty if none is known).
+    (empty if none is known), and `engine_mark`, the worst of its records.
     """
 
     points: tuple[TrendPoint, ...]
@@ -112,6 +119,12 @@ class Trend:
         common.
         """
         return self.points[0].runs[0].entry
+
+    @property
+    def engine_mark(self) -> str:
+        """Return the worst mark of the engine in the trend's records (`vouching.MARKS`)."""
+        marks = {indexed.entry.engine_mark for point in self.points for indexed in point.runs}
+        return next((mark for mark in reversed(vouching.MARKS) if mark in marks), "untested")
 
     @property
     def unit(self) -> str:
@@ -156,9 +169,9 @@ def summarize_record(path: Path) -> RecordSummary:
 def _make_entry(record: Record) -> RecordSummary:
     """Return the index entry of a record; nothing is written.
 
-    `setup` is a hash of its tune, engine, environment and weights fields without the devices'
-    UUIDs: equal for repeats. `unread_key` is the key that the question has if the data were not
-    read. `rate` and `interval` are None if it has no rate.
+    `setup` is a hash of its tune, engine, providers, environment and weights fields without the
+    devices' UUIDs: equal for repeats. `unread_key` is the key that the question has if the data
+    were not read. `rate` and `interval` are None if it has no rate.
     """
     case, scope, plan, source = record.case, record.scope, record.plan, record.environment.source
     rate_estimate = estimates.estimate_rate(record)
@@ -172,8 +185,8 @@ def _make_entry(record: Record) -> RecordSummary:
     return RecordSummary(
         id=record.id,
         created=record.created,
-        status=record.status,
-        codes=tuple(dict.fromkeys(reason.code for reason in record.reasons)),
+        status=standing.find_status(record),
+        codes=tuple(standing.list_reason_codes(record)),
         name=case.name,
         size=case.size,
         key=case.key,
@@ -182,9 +195,11 @@ def _make_entry(record: Record) -> RecordSummary:
         division=case.division,
         precision=case.precision,
         engine=record.engine.name,
+        engine_mark=vouching.find_engine_mark(record),
         plan=f"{plan.config} {plan}",
         scope=_format_scope(scope),
         devices=tuple(estimates.list_device_names(record)),
+        accelerator_package=vouching.find_provider(record, "accelerator"),
         setup=hashlib.sha256(to_canonical_json(setup_fields).encode()).hexdigest()[:16],
         revision=source.revision,
         version=source.version,
@@ -305,13 +320,24 @@ def _make_trend(group: list[IndexedRecord], threshold: float) -> Trend:
 
 
 def _list_rates(group: Iterable[IndexedRecord]) -> list[Estimate]:
-    """Return the rates of the records that are valid and have one."""
-    return [estimate for estimate in (indexed.rate for indexed in group) if estimate is not None]
+    """Return the rates of the records that prove one together and have one."""
+    rated = (indexed.rate for indexed in _select_rated(group))
+    return [estimate for estimate in rated if estimate is not None]
+
+
+def _select_rated(group: Iterable[IndexedRecord]) -> list[IndexedRecord]:
+    """Return the records of a point whose rates count and that have one."""
+    return [indexed for indexed in _select_proven(group) if indexed.rate is not None]
+
+
+def _select_proven(group: Iterable[IndexedRecord]) -> list[IndexedRecord]:
+    """Return the records of a point whose rates count (`standing.select_proven_items`)."""
+    return standing.select_proven_items(group, lambda indexed: indexed.entry.status)
 
 
 def _find_first_bad(points: list[TrendPoint], threshold: float) -> FirstBadRecord | None:
-    """Return the first record, oldest point first, that is not valid, or is a rated run of a point
-    that is slower than the best point before it (`_find_slowdown`); None if there is none.
+    """Return the first record, oldest point first, that is invalid or failed, or a rated run of a
+    point that is slower than the best point before it (`_find_slowdown`); None if there is none.
 
     The best is the point with the highest mean rate so far. Records that a user ended (reasons
     interrupted, cancelled, unfinished) are passed over.
@@ -320,12 +346,11 @@ def _find_first_bad(points: list[TrendPoint], threshold: float) -> FirstBadRecor
     for point in points:
         slowdown = None if best is None else _find_slowdown(best, point, threshold)
         for indexed in point.runs:
-            if indexed.entry.status != "valid" and not set(indexed.entry.codes) & ENDED_BY_USER:
+            is_bad = indexed.entry.status not in standing.RIGHT_STATUSES
+            if is_bad and not set(indexed.entry.codes) & ENDED_BY_USER:
                 return FirstBadRecord(indexed, None, None)
-            if slowdown is not None and best is not None and indexed.rate is not None:
-                return FirstBadRecord(
-                    indexed, slowdown, next(run for run in best.runs if run.rate is not None)
-                )
+            if slowdown is not None and best is not None and indexed in _select_rated(point.runs):
+                return FirstBadRecord(indexed, slowdown, _select_rated(best.runs)[0])
         if point.rate is not None and (
             best is None or best.rate is None or point.rate.value > best.rate.value
         ):

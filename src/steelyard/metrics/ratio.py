@@ -14,8 +14,8 @@ from math import exp, fsum, log, sqrt
 from typing import Literal
 
 from steelyard.errors import RequestError
-from steelyard.metrics import estimates, stats
-from steelyard.metrics.estimates import Estimate, Interval, IntervalSource
+from steelyard.metrics import stats
+from steelyard.metrics.estimates import Estimate, Interval
 
 Significance = Literal["significant", "not significant", "not tested"]
 MIN_RUNS = 2  # of a side; one run has no spread
@@ -28,16 +28,14 @@ class Ratio:
     high).
 
     `verdict` is "significant" if the interval does not contain 1, "not significant" if it does,
-    "not tested" if a side has fewer than two runs or all runs are equal. `source` says where the
-    interval comes from: "runs" is the spread between runs; "steps" means that nothing was tested,
-    and the interval is only that of steps inside a run, which says nothing of the spread between
-    runs. `interval` and `source` are None if unknown. `exceeds(threshold)` tells whether the value
-    is farther than that from 1.
+    "not tested" if a side has fewer than two runs or all runs are equal. The interval is that of
+    the spread between runs; it is None if nothing was tested, because steps inside one run say
+    nothing of that spread. `exceeds(threshold)` tells whether the value is farther than that from
+    1, `scale(factor)` returns a multiple of it.
     """
 
     value: float
     interval: Interval | None
-    source: IntervalSource | None
     verdict: Significance
 
     def exceeds(self, threshold: float) -> bool:
@@ -45,6 +43,17 @@ class Ratio:
         such as 0.01).
         """
         return abs(self.value - 1) > threshold
+
+    def scale(self, factor: float) -> "Ratio":
+        """Return a new ratio with value and interval of this one multiplied by `factor`, which must
+        be positive, and the same verdict.
+        """
+        interval = self.interval
+        scaled = None if interval is None else (interval[0] * factor, interval[1] * factor)
+        return Ratio(self.value * factor, scaled, self.verdict)
+
+
+BASE_RATIO = Ratio(1.0, None, "not tested")  # of a base to itself
 
 
 def check_threshold(threshold: float) -> None:
@@ -57,25 +66,12 @@ def check_threshold(threshold: float) -> None:
 
 def compare_rates(base: Sequence[Estimate], new: Sequence[Estimate]) -> Ratio | None:
     """Return the ratio new / base of the geometric means of two sides' rates, one estimate for each
-    run, tested by Welch's t on logarithms; None if a side is empty or a rate is not positive.
-
-    Nothing is tested if a side has only one run, or if all runs of each side are equal. In the
-    first case the interval is that of the quotient of the sides' arithmetic means, with source
-    "steps", if both have one; in the second there is none.
+    run, tested by Welch's t on logarithms (`compare_values`); None if a side is empty or a rate is
+    not positive. The estimates' own intervals, of steps inside a run, are not used.
     """
-    if not base or not new:
-        return None
-    tested = compare_values(
+    return compare_values(
         [estimate.value for estimate in base], [estimate.value for estimate in new]
     )
-    if tested is None or tested.verdict != "not tested":
-        return tested
-    rough = estimates.divide_estimates(
-        estimates.average_runs(new)[0], estimates.average_runs(base)[0]
-    )
-    few = min(len(base), len(new)) < MIN_RUNS
-    interval = rough.interval if few else None
-    return Ratio(tested.value, interval, None if interval is None else "steps", "not tested")
 
 
 def compare_values(base: Sequence[float], new: Sequence[float]) -> Ratio | None:
@@ -97,7 +93,7 @@ def compare_values(base: Sequence[float], new: Sequence[float]) -> Ratio | None:
     variance = base_error + new_error
     # copies of one run do not show the spread between runs
     if min(len(base), len(new)) < MIN_RUNS or variance <= LOG_ROUNDING**2:
-        return Ratio(value, None, None, "not tested")
+        return Ratio(value, None, "not tested")
     degrees_of_freedom = variance**2 / (
         base_error**2 / max(1, len(base) - 1) + new_error**2 / max(1, len(new) - 1)
     )
@@ -105,7 +101,6 @@ def compare_values(base: Sequence[float], new: Sequence[float]) -> Ratio | None:
     return Ratio(
         value,
         (exp(log_ratio - half), exp(min(log_ratio + half, _MAX_LOG))),
-        "runs",
         "significant" if abs(log_ratio) > half else "not significant",
     )
 

@@ -56,14 +56,14 @@ def list_question_fields(record: Record) -> FieldValues:
 def list_setting_fields(record: Record) -> FieldValues:
     """Return what a run was made with beside its question, by dotted name: formulas version (1 if
     the record names none), name, size, gate and max_interval of the case, tune, plan, scope,
-    engine, site, weights, data, environment.
+    engine, packages of others, site, weights, data, environment.
 
     The data's fingerprint and the scope's subjects and rows are left out: they belong to the
     question.
     """
     parts = record.model_dump(
         mode="json",
-        include={"tune", "plan", "scope", "engine", "site", "weights", "data"},
+        include={"tune", "plan", "scope", "engine", "providers", "site", "weights", "data"},
         by_alias=True,
     )
     # the fingerprint belongs to the question, and so do the subjects and rows that were named

@@ -1,14 +1,15 @@
 """Group runs that were asked the same (repeats), as one result with the spread between them.
 
-Numbers are those of valid runs. A run that is not valid is counted and named, and never averaged:
-not even one whose own steps are too uneven for the case while its repeats agree. Its rate may be
-right, but its record does not show it.
+Numbers are those of valid runs and, from three runs on, of unproven ones: their spread proves what
+a run that is too short cannot prove alone (`standing.select_proven`). Any other run is counted and
+named, and never averaged: not even one whose own steps are too uneven for the case while its
+repeats agree. Its rate may be right, but its record does not show it.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from steelyard.metrics import estimates, rates, stats
+from steelyard.metrics import estimates, rates, standing, stats
 from steelyard.metrics.estimates import Estimate, IntervalSource
 from steelyard.record.record import Record
 
@@ -39,7 +40,8 @@ MAX_REPEATED_VALUE = 1e30  # as for rates, so that squares stay finite
 
 @dataclass(frozen=True)
 class MetricSpread:
-    """One metric over the valid runs of a group that have a value for it (`runs` is their number).
+    """One metric over the counted runs of a group that have a value for it (`runs` is their
+    number).
 
     `name` is a metric, or `rate`: work of all devices per second of wall time; values are in
     `unit`. `mean` is an estimate; `source` is what its interval comes from, the spread of "runs",
@@ -63,24 +65,26 @@ class RepeatGroup:
     """Two or more runs that were asked the same (`records`, in the order in which they came), from
     `find_repeat_groups`.
 
-    `metrics` are the spreads of rate, MFU, memory, energy per token and quality over the valid
-    runs; empty if none is valid. Properties: `valid` and `not_valid` records (invalid or failed),
-    and `interval_only`, the number of runs whose only reason is code "interval": their own steps
-    are too uneven.
+    `metrics` are the spreads of rate, MFU, memory, energy per token and quality over the counted
+    runs; empty if none counts. Properties: `counted` records (`standing.select_proven`) and
+    `not_counted` ones, and `interval_only`, the number of runs whose only reason is code
+    "interval": their own steps are too uneven.
     """
 
     records: tuple[Record, ...]
     metrics: tuple[MetricSpread, ...]
 
     @property
-    def valid(self) -> tuple[Record, ...]:
-        """Return the records of this group of repeats with status valid."""
-        return tuple(record for record in self.records if record.status == "valid")
+    def counted(self) -> tuple[Record, ...]:
+        """Return the records of this group of repeats whose rates are averaged."""
+        return tuple(standing.select_proven(self.records))
 
     @property
-    def not_valid(self) -> tuple[Record, ...]:
-        """Return the records of this group of repeats that are invalid or failed."""
-        return tuple(record for record in self.records if record.status != "valid")
+    def not_counted(self) -> tuple[Record, ...]:
+        """Return the records of this group of repeats that are not averaged: invalid, failed, or
+        too short while fewer than three repeats are right.
+        """
+        return tuple(standing.select_not_proven(self.records))
 
     @property
     def interval_only(self) -> int:
@@ -88,7 +92,8 @@ class RepeatGroup:
         their own steps is too wide (all their reasons have code "interval").
         """
         return sum(
-            {reason.code for reason in record.reasons} == {"interval"} for record in self.not_valid
+            {reason.code for reason in record.reasons} == {"interval"}
+            for record in self.not_counted
         )
 
 
@@ -130,27 +135,27 @@ def find_repeat_groups(records: Iterable[Record]) -> list[RepeatGroup]:
 
 
 def _measure_spreads(group: list[Record]) -> tuple[MetricSpread, ...]:
-    """Return the spread of rate, MFU, memory, energy per token and quality over the valid runs, in
-    this order; those that no valid run has are left out. Empty if no run is valid.
+    """Return the spread of rate, MFU, memory, energy per token and quality over the counted runs,
+    in this order; those that none of these has are left out. Empty if no run counts.
     """
-    valid = [record for record in group if record.status == "valid"]
-    if not valid:
+    counted = standing.select_proven(group)
+    if not counted:
         return ()
-    quality_metric = estimates.choose_quality_metric(valid)
+    quality_metric = estimates.choose_quality_metric(counted)
     spreads = [
         _measure_spread(
             RATE_NAME,
-            rates.work_unit(valid[0]),
-            [estimates.estimate_rate(record) for record in valid],
+            rates.work_unit(counted[0]),
+            [estimates.estimate_rate(record) for record in counted],
         )
     ]
     for name in ("mfu", "mem", "energy_per_token", quality_metric):
-        unit = next((record.metrics[name].unit for record in valid if name in record.metrics), "")
+        unit = next((record.metrics[name].unit for record in counted if name in record.metrics), "")
         spreads.append(
             _measure_spread(
                 name,
                 unit,
-                [_make_estimate(estimates.get_metric_value(record, name)) for record in valid],
+                [_make_estimate(estimates.get_metric_value(record, name)) for record in counted],
             )
         )
     return tuple(spread for spread in spreads if spread is not None)

@@ -1,12 +1,13 @@
-"""Group valid records that differ only in their plan: how the rate of one question grows with the
+"""Group records that differ only in their plan: how the rate of one question grows with the
 number of devices.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from steelyard.metrics import estimates, rates, stats
+from steelyard.metrics import estimates, rates, standing, stats
 from steelyard.metrics.estimates import Estimate, IntervalSource
+from steelyard.metrics.ratio import BASE_RATIO, Ratio, compare_rates
 from steelyard.plan.degrees import Plan
 from steelyard.record.record import Record
 
@@ -26,20 +27,20 @@ SCALING_PARTS = (
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """The valid runs of one plan (`records`) in a `ScalingGroup`, with speed-up and efficiency
-    relative to the base plan.
+    """The runs of one plan that prove its rate (`records`) in a `ScalingGroup`, with speed-up and
+    efficiency relative to the base plan.
 
     `rate` is the mean over the runs, of all devices together; `source` is what its interval comes
     from ("steps" or "runs"). `speedup` is the rate over the base's, `efficiency` is speed-up over
-    the ratio of device counts; both are estimates. Those of the base (`is_base`) are 1 by
-    definition and have no interval. Property `plan`: nodes, devices and degrees.
+    the ratio of device counts; both are ratios, tested if both plans have repeats. Those of the
+    base (`is_base`) are 1 by definition. Property `plan`: nodes, devices and degrees.
     """
 
     records: tuple[Record, ...]
     rate: Estimate  # of all devices together; mean over runs
     source: IntervalSource | None  # what the interval of `rate` comes from
-    speedup: Estimate
-    efficiency: Estimate
+    speedup: Ratio
+    efficiency: Ratio
     is_base: bool
 
     @property
@@ -50,8 +51,8 @@ class ScalingRow:
 
 @dataclass(frozen=True)
 class ScalingGroup:
-    """Valid records on at least two numbers of devices that differ only in their plan; made by
-    `find_scaling_groups`.
+    """Records with a proven rate on at least two numbers of devices that differ only in their
+    plan; made by `find_scaling_groups`.
 
     `rows` has one `ScalingRow` for each plan, fewest devices first; `unit` is that of the rates.
     Properties: `records` of all rows, and `base`, the row that speed-ups are relative to: the
@@ -73,25 +74,28 @@ class ScalingGroup:
 
 
 def find_scaling_groups(records: Iterable[Record]) -> list[ScalingGroup]:
-    """Return the groups of valid records that are equal in `SCALING_PARTS` (question key, division,
+    """Return the groups of records that are equal in `SCALING_PARTS` (question key, division,
     precision, engine, headline pass, scope without its number of steps, device names, requested
     tune) and have runs on at least two different numbers of devices, in the order in which they
     come.
 
-    Records that are not valid or have no rate are left out. Empty if there is no such group.
+    Of each plan the records count that prove its rate (`standing.select_proven`). Empty if there is
+    no such group.
     """
-    rated = (
-        record
-        for record in records
-        if record.status == "valid" and estimates.estimate_rate(record) is not None
-    )
+    rated = (record for record in records if estimates.estimate_rate(record) is not None)
     records_by_key = stats.group_by(
         rated, lambda record: estimates.make_group_key(record, SCALING_PARTS)
     )
-    scaled_groups = [
-        group
+    proven_groups = [
+        [
+            record
+            for of_plan in stats.group_by(group, _make_plan_key).values()
+            for record in standing.select_proven(of_plan)
+        ]
         for group in records_by_key.values()
-        if len({record.plan.world for record in group}) > 1
+    ]
+    scaled_groups = [
+        group for group in proven_groups if len({record.plan.world for record in group}) > 1
     ]
     return [
         ScalingGroup(rates.work_unit(group[0]), _make_scaling_rows(group))
@@ -107,12 +111,11 @@ def _make_scaling_rows(group: list[Record]) -> tuple[ScalingRow, ...]:
     base's.
     """
     by_plan = stats.group_by(group, _make_plan_key)
-    rate_by_plan = {
-        plan: estimates.average_runs(
-            [estimate for estimate in map(estimates.estimate_rate, by_plan[plan]) if estimate]
-        )
+    rates_by_plan = {
+        plan: [estimate for estimate in map(estimates.estimate_rate, by_plan[plan]) if estimate]
         for plan in sorted(by_plan)
     }
+    rate_by_plan = {plan: estimates.average_runs(known) for plan, known in rates_by_plan.items()}
     fewest_devices = min(world for world, *_ in rate_by_plan)
     base = max(
         (plan for plan in rate_by_plan if plan[0] == fewest_devices),
@@ -120,11 +123,10 @@ def _make_scaling_rows(group: list[Record]) -> tuple[ScalingRow, ...]:
     )
     rows = []
     for plan, (rate, source) in rate_by_plan.items():
-        speedup = (
-            Estimate(1.0)
-            if plan == base
-            else estimates.divide_estimates(rate, rate_by_plan[base][0])
-        )
+        compared = compare_rates(rates_by_plan[base], rates_by_plan[plan])
+        speedup = BASE_RATIO if plan == base else compared
+        if speedup is None:  # rates are positive, so there always is one
+            continue
         efficiency = speedup.scale(fewest_devices / plan[0])
         rows.append(
             ScalingRow(tuple(by_plan[plan]), rate, source, speedup, efficiency, plan == base)

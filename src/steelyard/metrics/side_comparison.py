@@ -1,9 +1,9 @@
 """Compare two sides, BASE and NEW, of one question: the ratio of their rates, and what else
 changed. A side is one run, or repeats of it.
 
-Behind `steelyard compare` and `reproduce`. Rates, metrics and phases are means over valid runs;
-other runs are counted and named. Answers are those of every finished run, each compared with the
-base's first.
+Behind `steelyard compare` and `reproduce`. Rates, metrics and phases are means over the runs that
+prove a rate (`standing.select_proven`); other runs are counted and named. Answers are those of
+every finished run, each compared with the base's first.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from steelyard.metrics import (
     rates,
     ratio,
     record_fields,
+    standing,
     stats,
 )
 from steelyard.metrics.engine_groups import AnswerDifferences
@@ -40,46 +41,46 @@ REPEAT_FIELDS = (
 RateOutcome = Literal[
     "faster", "slower", "below threshold", "not significant", "not tested", "no rate"
 ]
-ChangeDirection = Literal["better", "worse", ""]
+ChangeOutcome = Literal["better", "worse", "changed", "equal", "not significant", "not tested"]
 
 
 @dataclass(frozen=True)
 class ComparisonSide:
     """The records of one side (BASE or NEW) of a comparison, oldest first, each once; made by
-    `make_side`. `name` stands for it in messages. Properties `valid`, `not_valid` (invalid or
-    failed) and `finished` (valid or invalid) return the records of that status.
+    `make_side`. `name` stands for it in messages. Properties: `counted`, the records whose rates
+    and metrics count (`standing.select_proven`), `not_counted`, and `finished` (not failed).
     """
 
     name: str
     records: tuple[Record, ...]
 
     @property
-    def valid(self) -> tuple[Record, ...]:
-        """Return the records of this side of a comparison with status valid."""
-        return tuple(record for record in self.records if record.status == "valid")
+    def counted(self) -> tuple[Record, ...]:
+        """Return the records of this side of a comparison whose rates and metrics count."""
+        return tuple(standing.select_proven(self.records))
 
     @property
-    def not_valid(self) -> tuple[Record, ...]:
-        """Return the records of this side of a comparison that are invalid or failed, whose rates
-        and metrics do not count.
+    def not_counted(self) -> tuple[Record, ...]:
+        """Return the records of this side of a comparison whose rates and metrics do not count:
+        invalid, failed, or too short while fewer than three repeats are right.
         """
-        return tuple(record for record in self.records if record.status != "valid")
+        return tuple(standing.select_not_proven(self.records))
 
     @property
     def finished(self) -> tuple[Record, ...]:
-        """Return the records of this side of a comparison that did not fail (valid or invalid)."""
+        """Return the records of this side of a comparison that did not fail."""
         return tuple(record for record in self.records if record.status != "failed")
 
 
 @dataclass(frozen=True)
 class ValueChange:
     """A metric, or a phase in seconds per step (`name`), on both sides of a comparison: means over
-    valid runs (`base`, `new`) in `unit`, and their ratio; made by `_make_change`.
+    counted runs (`base`, `new`) in `unit`, and their ratio; made by `_make_change`.
 
-    `base` or `new` is None if a valid run of that side lacks the value, or the side has no valid
-    run. `better` is "higher", "lower" or "" if neither is; `form` is how the number is written,
-    such as "percent". `ratio` (new / base, of geometric means) is None if a side is unknown or a
-    value is not positive. Property `direction`: whether NEW is "better" or "worse", or "".
+    `base` or `new` is None if a counted run of that side lacks the value, or no run of it counts.
+    `better` is "higher", "lower" or "" if neither is; `form` is how the number is written, such as
+    "percent". `ratio` (new / base, of geometric means) is None if a side is unknown or a value is
+    not positive. Property `outcome`: what may be said of the change.
     """
 
     name: str
@@ -91,21 +92,30 @@ class ValueChange:
     ratio: Ratio | None
 
     @property
-    def direction(self) -> ChangeDirection:
-        """Return whether NEW is "better" or "worse" than BASE in this metric or phase, however
-        small the change; "" if the means are equal or unknown, or no direction is better. The ratio
-        decides if there is one, else the means.
+    def outcome(self) -> ChangeOutcome | None:
+        """Return what may be said of NEW against BASE in this metric or phase; None if a mean is
+        unknown.
+
+        "better" or "worse" only if the ratio is significant, "changed" if it is and no direction is
+        better. Otherwise "equal" if the means are, else "not significant", or "not tested" if
+        there is no test, as of a value that is not positive.
         """
-        if self.base is None or self.new is None or not self.better or self.base == self.new:
-            return ""
-        # the ratio is of geometric means, which may disagree with arithmetic ones
-        more = self.new > self.base if self.ratio is None else self.ratio.value > 1
-        return "better" if more == (self.better == "higher") else "worse"
+        if self.base is None or self.new is None:
+            return None
+        if self.ratio is not None and self.ratio.verdict == "significant":
+            if not self.better:
+                return "changed"
+            # the ratio is of geometric means, which may disagree with arithmetic ones
+            return "better" if (self.ratio.value > 1) == (self.better == "higher") else "worse"
+        if self.base == self.new:
+            return "equal"
+        is_tested = self.ratio is not None and self.ratio.verdict != "not tested"
+        return "not significant" if is_tested else "not tested"
 
 
 @dataclass(frozen=True)
 class SideRate:
-    """The rate of a side of a comparison: `estimate`, the mean over its valid runs with interval,
+    """The rate of a side of a comparison: `estimate`, the mean over its counted runs with interval,
     in the unit of the comparison, and `source`, what the interval comes from: "steps" of one run,
     or the spread of "runs"; None without an interval.
     """
@@ -116,11 +126,12 @@ class SideRate:
 
 @dataclass(frozen=True)
 class NoRatioReason:
-    """Why a comparison has no ratio of rates. `code` is "no_valid_run" or "no_rate", with the name
-    of that side in `values`, or "different_work", with the two units of the rates.
+    """Why a comparison has no ratio of rates. `code` is "no_valid_run", "unproven" (runs that are
+    too short, and fewer than three) or "no_rate", with the name of that side in `values`, or
+    "different_work", with the two units of the rates.
     """
 
-    code: Literal["no_valid_run", "no_rate", "different_work"]
+    code: Literal["no_valid_run", "unproven", "no_rate", "different_work"]
     values: tuple[str, ...]
 
 
@@ -173,10 +184,13 @@ class Comparison:
 
     @property
     def has_regressed(self) -> bool:
-        """Return whether NEW is significantly slower by more than the threshold, or a side has no
-        valid run and so nobody can rule it out.
+        """Return whether NEW is significantly slower by more than the threshold, or all runs of a
+        side are invalid or failed and so nobody can rule it out. A side that is unproven is not
+        called slower, as single runs are not.
         """
-        return self.outcome == "slower" or not (self.base.valid and self.new.valid)
+        return self.outcome == "slower" or not all(
+            any(map(standing.is_answer_right, side.records)) for side in (self.base, self.new)
+        )
 
 
 def make_side(name: str, records: Sequence[Record]) -> ComparisonSide:
@@ -295,12 +309,12 @@ def _choose_work(
 
 
 def _list_rates(one_side: ComparisonSide, count_name: WorkName) -> list[Estimate]:
-    """Return the rates of the side's valid runs that have one, in `count_name` ("tokens" or
+    """Return the rates of the side's counted runs that have one, in `count_name` ("tokens" or
     "samples") of all devices per second.
     """
     return [
         estimate
-        for estimate in (estimates.estimate_rate(record, count_name) for record in one_side.valid)
+        for estimate in (estimates.estimate_rate(record, count_name) for record in one_side.counted)
         if estimate is not None
     ]
 
@@ -315,14 +329,15 @@ def _average_rate(known_rates: list[Estimate]) -> SideRate | None:
 def _explain_missing_rate(
     one_side: ComparisonSide, known_rates: list[Estimate]
 ) -> NoRatioReason | None:
-    """Return why a side has no rates, with its name: code "no_valid_run", or "no_rate" if it has
-    valid runs; None if it has rates.
+    """Return why a side has no rates, with its name: code "no_rate" if runs of it count, "unproven"
+    if some are right but too short and too few, else "no_valid_run"; None if it has rates.
     """
-    return (
-        None
-        if known_rates
-        else NoRatioReason("no_rate" if one_side.valid else "no_valid_run", (one_side.name,))
-    )
+    if known_rates:
+        return None
+    if one_side.counted:
+        return NoRatioReason("no_rate", (one_side.name,))
+    is_unproven = any(map(standing.is_answer_right, one_side.records))
+    return NoRatioReason("unproven" if is_unproven else "no_valid_run", (one_side.name,))
 
 
 def _compare_side_answers(
@@ -365,23 +380,23 @@ def _compare_side_answers(
 def _compare_metrics(
     base: ComparisonSide, new: ComparisonSide
 ) -> tuple[tuple[ValueChange, ...], int]:
-    """Return (the metrics whose means over valid runs differ, in the order of the metric table; the
-    number of metrics with equal means).
+    """Return (the metrics whose means over counted runs differ, in the order of the metric table;
+    the number of metrics with equal means).
 
     Metrics whose unit differs between records are left out of both, as are those that no side knows
-    for all its valid runs.
+    for all its counted runs.
     """
-    valid = (*base.valid, *new.valid)
+    counted = (*base.counted, *new.counted)
     changes, equal_count = [], 0
     for name in metric_table.sort_metric_names(
-        {name for record in valid for name in record.metrics}
+        {name for record in counted for name in record.metrics}
     ):
-        unit, *others = {record.metrics[name].unit for record in valid if name in record.metrics}
+        unit, *others = {record.metrics[name].unit for record in counted if name in record.metrics}
         if others:  # such as tokens/s on one side and questions/s on the other
             continue
-        row = metric_table.find_metric(name, unit, valid[0].task)
+        row = metric_table.find_metric(name, unit, counted[0].task)
         base_values, new_values = (
-            [estimates.get_metric_value(record, name) for record in one_side.valid]
+            [estimates.get_metric_value(record, name) for record in one_side.counted]
             for one_side in (base, new)
         )
         change = _make_change(name, unit, row.better, row.form, base_values, new_values)
@@ -393,17 +408,17 @@ def _compare_metrics(
 
 
 def _mean_tokens_per_step(one_side: ComparisonSide) -> float | None:
-    """Return the mean over a side's valid runs of their tokens per step, of all replicas, in the
+    """Return the mean over a side's counted runs of their tokens per step, of all replicas, in the
     span that rates are taken over; None if it is unknown for one of them or there are none.
     """
-    return stats.mean_of_all([passes.tokens_per_step(record) for record in one_side.valid])
+    return stats.mean_of_all([passes.tokens_per_step(record) for record in one_side.counted])
 
 
 def _compare_phases(
     base: ComparisonSide, new: ComparisonSide, has_equal_steps: bool
 ) -> tuple[ValueChange, ...]:
-    """Return the seconds per step of each phase on both sides, averaged over the valid runs of a
-    side, in the order of a step.
+    """Return the seconds per step of each phase on both sides, averaged over the counted runs of
+    a side, in the order of a step.
 
     A phase that a run does not have took 0 s in it; a run without any phases makes its side unknown
     (None). Phases that neither side knows are left out. `better` is "lower" if `has_equal_steps`
@@ -411,11 +426,11 @@ def _compare_phases(
     """
     better = "lower" if has_equal_steps else ""
     base_phases, new_phases = (
-        [passes.phases_per_step(record) for record in item.valid] for item in (base, new)
+        [passes.phases_per_step(record) for record in item.counted] for item in (base, new)
     )
 
     def compare_phase(phase: str) -> ValueChange | None:
-        """Return the change of one phase, in mean seconds per step over each side's valid runs;
+        """Return the change of one phase, in mean seconds per step over each side's counted runs;
         None if neither side knows it.
         """
         times = (
@@ -436,7 +451,7 @@ def _make_change(
     base_values: list[float | None],
     new_values: list[float | None],
 ) -> ValueChange | None:
-    """Return the change of a number, given one value for each valid run of both sides; None if
+    """Return the change of a number, given one value for each counted run of both sides; None if
     neither side has a mean.
 
     A side's mean is None if it has no runs or a value is None; the ratio is None if a mean is None

@@ -25,6 +25,8 @@ T_95 = {
 }  # fmt: skip
 
 MIN_STEPS = 5  # steps for an interval
+# steps that always leave so many in a steady window: with 3 to 9 steps the first is cut
+MIN_STEPS_FOR_STEADY_INTERVAL = MIN_STEPS + 1
 # fewest and most cosine terms: with fewer, t grows fast; more change it by at most 2 %
 COSINE_TERMS = (4, 59)
 MAX_LOG_HALF_WIDTH = 10.0  # of the logarithm of a rate; positive times stay below sqrt(8) t, 7.9

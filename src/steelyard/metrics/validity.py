@@ -1,9 +1,9 @@
 """Decide whether a finished run is valid: rules that check a record's evidence, and the reasons
 that follow.
 
-`run/assemble.py` calls `judge_record` when a record is made, `verify.py` calls it again. `RULES` is
-the list; a kind of work adds its own by reference (`Kind.rules`), so their names are part of the
-API. A rule takes the record and its metrics and returns `Finding`s.
+`run/assemble.py` judges a record when it is made, `verify.py` judges it again. `RULES` is the list;
+a kind of work adds its own by reference (`Kind.rules`), so their names are part of the API. A rule
+takes the record and its metrics and returns `Finding`s.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,9 +20,11 @@ from steelyard.metrics import (
     passes,
     plausibility,
     shipped_cases,
+    standing,
     stats,
     stragglers,
     training_formulas,
+    weights_check,
 )
 from steelyard.metrics.result import (
     CheckResult,
@@ -48,7 +50,8 @@ class Judgement:
     `judge_as_messages`.
 
     `checks` (`CheckResult`) are all checks, passed or not, in the order of the rules. `reasons` are
-    (code, message) of the checks that did not pass and have a reason code; none means valid.
+    (code, message) of the checks that did not pass and have a reason code; none means valid, and
+    `few_steps` alone unproven.
     `notes` do not affect validity. `quality` has the metric's name and value, and whether the
     case's gate applies (`evaluated`); `unevaluated` is the message why it does not, None if it
     does.
@@ -67,8 +70,8 @@ RecordNotes = list[str | Message]
 def judge_record(
     record: Record, metrics: dict[str, Value]
 ) -> tuple[list[Check], list[Reason], RecordNotes, Quality]:
-    """Apply all rules of `RULES` and return (checks, reasons against validity, notes, quality); no
-    reasons means valid.
+    """Apply all rules of `RULES` and return (checks, reasons against validity, notes, quality);
+    `standing.derive_status` makes the status of the reasons.
 
     Texts have the form that a record of its wording stores: messages, or English sentences in older
     records. The record is not changed.
@@ -435,30 +438,49 @@ def _check_interval(record: Record, metrics: dict[str, Value]) -> list[Finding]:
     % interval of metric `tokens_per_device_s`, as a share of its value, is at most the case's
     `max_interval`.
 
-    Without an interval: only a note if the span has fewer than 5 steps with tokens a device, else
-    the check fails. Empty for size smoke, without a limit or without a value.
+    Without an interval the check fails, with reason `few_steps` (the run is unproven) if the span
+    has too few steps for one, else with reason `interval`. Records of formulas before version 5
+    have a note in place of the first. Empty for size smoke, without a value, and, if there is an
+    interval, without a limit.
     """
-    limit, value = record.case.max_interval, metrics.get("tokens_per_device_s")
-    if limit is None or record.case.size == "smoke" or value is None or value.value is None:
+    limit, value = record.case.max_interval, metrics.get(standing.RATE_METRIC)
+    judges_few_steps = (record.formulas or 1) >= standing.FIRST_VERSION_WITH_UNPROVEN
+    if record.case.size == "smoke" or value is None or value.value is None:
         return []
-    if value.interval is None:
-        rate_span = passes.find_rate_span(record)
-        steps = (
-            [step for of_rank in rate_span.steps.values() for step in of_rank] if rate_span else []
-        )
-        if len(
-            [step for step in steps if step.counts.get("tokens")]
-        ) < stats.MIN_STEPS * passes.count_devices(record):
+    if value.interval is None and (judges_few_steps or limit is not None):
+        return _explain_missing_interval(record, judges_few_steps)
+    if value.interval is None or limit is None:
+        return []
+    width = (value.interval[1] - value.interval[0]) / value.value
+    message_values: MessageValues = {"width": width, "limit": limit}
+    return [make_check("interval", width <= limit, "interval", "check.interval", message_values)]
+
+
+def _explain_missing_interval(record: Record, judges_few_steps: bool) -> list[Finding]:
+    """Return the finding on a rate without an interval: that its span has too few steps with
+    tokens, as a failed check `interval` with reason `few_steps` if `judges_few_steps`, else as a
+    note; or, with enough of them, a failed check with reason `interval`. Nothing on too few steps
+    of a run that failed.
+    """
+    rate_span = passes.find_rate_span(record)
+    step_counts = {} if rate_span is None else rate_span.steps
+    working = [
+        step for steps in step_counts.values() for step in steps if step.counts.get("tokens")
+    ]
+    if not judges_few_steps:
+        if len(working) < stats.MIN_STEPS * passes.count_devices(record):
             return [make_note(Message("note.few_batches"))]
         return [make_failed_check("interval", "interval", "check.interval_open", {})]
-    width = (value.interval[1] - value.interval[0]) / value.value
+    slowest = [] if rate_span is None else step_counts.get(rate_span.slowest_rank, [])
+    count = sum(1 for step in slowest if step.counts.get("tokens"))
+    if count >= stats.MIN_STEPS:
+        return [make_failed_check("interval", "interval", "check.interval_open", {})]
+    if record.failure is not None:
+        return []
+    least = stats.MIN_STEPS_FOR_STEADY_INTERVAL if record.task.kind_row.steady else stats.MIN_STEPS
     return [
-        make_check(
-            "interval",
-            width <= limit,
-            "interval",
-            "check.interval",
-            {"width": width, "limit": limit},
+        make_failed_check(
+            "interval", standing.UNPROVEN_CODE, "check.few_steps", {"count": count, "least": least}
         )
     ]
 
@@ -700,9 +722,12 @@ RULES: tuple[ValidityRule, ...] = (
         _apply_kind_rules,
         plausibility.check_drawn_counts,
         plausibility.check_plausible_rates,
+        plausibility.check_calibration,
         _check_accounted_time,
         plausibility.check_time_outside_passes,
         clock_checks.check_clocks_agree,
+        weights_check.check_asked_weights,
+        clock_checks.check_borders_agree,
     ),
     *(
         clock_checks.check_reported_times,

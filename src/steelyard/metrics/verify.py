@@ -4,7 +4,7 @@ raw samples.
 Behind `steelyard verify`; pages and comparisons read records only through `read_verified_record`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import isclose
 from pathlib import Path
 
@@ -13,9 +13,20 @@ from steelyard.case import resolve
 from steelyard.case.key import compute_question_key
 from steelyard.case.precision import load_presets, name_precision
 from steelyard.errors import RequestError
-from steelyard.metrics import evidence, metric_table, shipped_cases, stats, validity
+from steelyard.metrics import (
+    evidence,
+    metric_table,
+    missing_evidence,
+    shipped_cases,
+    shipped_peaks,
+    stats,
+    validity,
+)
+from steelyard.metrics.result import CheckResult
+from steelyard.metrics.standing import derive_status
+from steelyard.metrics.validity import Judgement
 from steelyard.record import record
-from steelyard.record.record import Check, Reason, Record, Value
+from steelyard.record.record import Check, Record, Value
 
 
 def read_verified_record(path: Path) -> Record:
@@ -23,7 +34,7 @@ def read_verified_record(path: Path) -> Record:
     no record, or, with the first problem that `_find_problems` finds, if it does not verify.
     """
     run_record = record.read_record(path)
-    for problem in _find_problems(path, run_record):
+    for problem in _find_problems(path, run_record, *_derive(run_record)):
         raise RequestError(f"{path}: does not verify: {problem}; see steelyard verify")
     return run_record
 
@@ -33,17 +44,48 @@ def verify_record(path: Path) -> list[str]:
     (`_find_problems`: hashes, question, metrics, checks, notes, quality, status, reasons,
     contradictions); empty if it is sound. Raises RequestError if the file is not a record.
     """
-    return list(_find_problems(path, record.read_record(path)))
+    return verify_with_remarks(path)[0]
 
 
 def list_remarks(path: Path) -> list[str]:
-    """Return at most one remark on a record that is no error: that no case of its name is shipped,
-    that the shipped case has no such question, or that its key is not the shipped case's, with the
-    fields that came later if these explain it. Empty if the keys are equal.
+    """Return remarks on the record file at `path` that are no errors, as sentences: what of its
+    question, its datasheet peak and its evidence differs from what comes with this version. At
+    most one is on the case (`_remark_on_case`), then `shipped_peaks.list_peak_remarks` and
+    `missing_evidence.list_missing_evidence`. Empty if there is nothing to say.
 
-    Nothing is verified. Raises RequestError if the file is not a record.
+    Raises RequestError if the file is not a record.
+    """
+    return verify_with_remarks(path)[1]
+
+
+def verify_with_remarks(path: Path) -> tuple[list[str], list[str]]:
+    """Return what `verify_record` and `list_remarks` return for the record file at `path`, as a
+    pair; it is read, and everything derived again, only once. Raises RequestError if the file is
+    not a record.
     """
     run_record = record.read_record(path)
+    metrics, judgement = _derive(run_record)
+    remarks = [
+        *_remark_on_case(run_record),
+        *shipped_peaks.list_peak_remarks(run_record.environment.hardware),
+        *missing_evidence.list_missing_evidence(run_record, judgement),
+    ]
+    return list(_find_problems(path, run_record, metrics, judgement)), remarks
+
+
+def _derive(run_record: Record) -> tuple[dict[str, Value], Judgement]:
+    """Return the metrics of a record and what its evidence says, both derived again by its version
+    of the formulas.
+    """
+    metrics = metric_table.derive_metrics(run_record)
+    return metrics, validity.judge_as_messages(run_record, metrics)
+
+
+def _remark_on_case(run_record: Record) -> list[str]:
+    """Return at most one remark: that no case of the record's name is shipped, that the shipped
+    case has no such question, or that its key is not the shipped case's, with the fields that came
+    later if these explain it. Empty if the keys are equal.
+    """
     case = run_record.case
     if case.name not in resolve.list_shipped_cases():
         return [f"no case {case.name!r} comes with this version"]
@@ -67,29 +109,31 @@ def list_remarks(path: Path) -> list[str]:
     ]
 
 
-def _find_problems(path: Path, run_record: Record) -> Iterator[str]:
+def _find_problems(
+    path: Path, run_record: Record, metrics: dict[str, Value], judgement: Judgement
+) -> Iterator[str]:
     """Yield what is wrong with a record, as sentences: bytes that do not match hashes; a key that
     is not that of question and data, or another division or precision; metrics, checks, notes,
     quality, status and reasons that do not follow from its samples; and contradictions in its
     evidence.
 
-    Everything is derived again, by the record's version of the formulas. Checks, metrics and notes
-    that would be derived now and that the record lacks are no problem, nor are other texts of
-    checks and reasons: checks are compared by name and result, reasons by code.
+    `metrics` and `judgement` are what follows from the record now (`_derive`). Checks, metrics and
+    notes of them that the record lacks are no problem (`missing_evidence` remarks on some), nor
+    are other texts of checks and reasons: checks are compared by name and result, reasons by code.
     """
-    metrics = metric_table.derive_metrics(run_record)
-    checks, reasons, notes, quality = validity.judge_record(run_record, metrics)
     yield from (
         *record.find_record_damage(path),
         *_check_question(run_record),
         *_check_metrics(run_record, metrics),
     )
-    derived_checks = _group_results(checks)
+    derived_checks = _group_results(judgement.checks)
     for name, stored_results in _group_results(run_record.checks).items():
         if derived_checks.get(name) != stored_results:
             yield f"check {name!r} does not follow from the samples"
+    notes = [words.to_stored_form(note, run_record.wording) for note in judgement.notes]
     if not words.are_all_among(run_record.notes, notes):
         yield "the notes do not follow from the samples"
+    quality, reason_codes = judgement.quality, [code for code, _ in judgement.reasons]
     if (run_record.quality.value, run_record.quality.evaluated) != (
         quality.value,
         quality.evaluated,
@@ -98,10 +142,10 @@ def _find_problems(path: Path, run_record: Record) -> Iterator[str]:
             f"the quality is {run_record.quality.value}; recomputed: {quality.value}, evaluated:"
             f" {quality.evaluated}"
         )
-    yield from (*_check_status(run_record, reasons), *evidence.find_contradictions(run_record))
+    yield from (*_check_status(run_record, reason_codes), *evidence.find_contradictions(run_record))
 
 
-def _group_results(checks: list[Check]) -> dict[str, list[bool]]:
+def _group_results(checks: Iterable[Check | CheckResult]) -> dict[str, list[bool]]:
     """Return, by name of a check, whether each check of that name passed, in order; a check that is
     made for every rank occurs several times.
     """
@@ -143,16 +187,16 @@ def _is_same_value(stored: Value, derived: Value) -> bool:
     )
 
 
-def _check_status(run_record: Record, derived_reasons: list[Reason]) -> Iterator[str]:
+def _check_status(run_record: Record, derived_codes: list[str]) -> Iterator[str]:
     """Yield a sentence if the codes of the reasons, in order, are not the derived ones or a failed
-    run has none, and one if the status is not failed (with a failure), invalid (with derived
-    reasons) or valid. A failed run's first reason is its failure and is not derived.
+    run has none, and one if the status does not follow from them (`derive_status`). A failed run's
+    first reason is its failure and is not derived.
     """
     stored_reasons = run_record.reasons[1:] if run_record.failure else run_record.reasons
-    status = "failed" if run_record.failure else "invalid" if derived_reasons else "valid"
-    if [reason.code for reason in stored_reasons] != [
-        reason.code for reason in derived_reasons
-    ] or (run_record.failure and not run_record.reasons):
+    status = derive_status(bool(run_record.failure), derived_codes)
+    if [reason.code for reason in stored_reasons] != derived_codes or (
+        run_record.failure and not run_record.reasons
+    ):
         yield "the reasons do not follow from the samples"
     if run_record.status != status:
         yield f"the status is {run_record.status}; recomputed from the samples: {status}"

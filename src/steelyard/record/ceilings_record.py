@@ -8,7 +8,7 @@ writes it, report reads it.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,7 +18,7 @@ from steelyard.plan.ceiling_shapes import CeilingGroup, CeilingUnit
 from steelyard.record import record_file
 from steelyard.record.record import FailureFacts, Reason, Seconds
 from steelyard.record.run_facts import Environment, Number, RankFacts, TelemetrySeries
-from steelyard.schema import FrozenModel
+from steelyard.schema import FrozenModel, GrownModel
 from steelyard.words import Message
 
 WorkAmount = Annotated[float, Field(ge=1, le=1e30)]
@@ -53,10 +53,13 @@ class ErrorCheck(FrozenModel):
         return self.error is not None and 0 <= self.error <= self.bound
 
 
-class BenchTimings(FrozenModel):
+class BenchTimings(GrownModel):
     """The raw timings of one benchmark of `spec` on one rank, as run/ceilings_worker.py measures
     them: `stretches` of calls, empty if it was not timed; then `reason` says why, or `checked`, the
     error of its result, is beyond its bound.
+
+    `reason` is a message; a sentence in older records and if a plug-in gave one. If an exception
+    was the cause, `error_text` quotes its first line, without paths and addresses.
 
     `group` is what is measured (such as matmul), `name` the benchmark in it, `precision` None where
     it has none. `amount` is the FLOPs or bytes of one call; for unit `B` it is the bytes of memory
@@ -72,7 +75,12 @@ class BenchTimings(FrozenModel):
     amount: WorkAmount | None = None
     checked: ErrorCheck | None = None
     stretches: list[TimedCalls] = Field(default_factory=list)
-    reason: Text | None = None
+    reason: Text | Message | None = None
+    error_text: Text | None = Field(
+        None, description="of an exception; left out where there was none, and by older records"
+    )
+
+    LATER: ClassVar[tuple[str, ...]] = ("error_text",)
 
 
 class Ceiling(FrozenModel):
@@ -146,20 +154,25 @@ def spec_record_to_json(record: SpecRecord) -> dict[str, Any]:
 
 def spec_record_to_english_json(record: SpecRecord) -> dict[str, Any]:
     """Return a spec record as the JSON data that `--json` prints: with English sentences instead of
-    messages in the notes of its ceilings.
+    messages in the reasons of its benchmarks and the notes of its ceilings.
     """
     return spec_record_to_json(render_spec_record_in_english(record))
 
 
 def render_spec_record_in_english(record: SpecRecord) -> SpecRecord:
-    """Return a copy of a spec record with an English sentence in the place of each note of a
-    ceiling; notes of None stay, and nothing else is changed. Its hashes then no longer fit.
+    """Return a copy of a spec record with an English sentence in the place of each reason of a
+    benchmark and each note of a ceiling; those that are None stay, and nothing else is changed. Its
+    hashes then no longer fit.
     """
+    benches = [
+        bench.model_copy(update={"reason": words.render_in_english(bench.reason)})
+        for bench in record.benches
+    ]
     ceilings = [
         ceiling.model_copy(update={"note": words.render_in_english(ceiling.note)})
         for ceiling in record.ceilings
     ]
-    return record.model_copy(update={"ceilings": ceilings})
+    return record.model_copy(update={"benches": benches, "ceilings": ceilings})
 
 
 def seal_spec_record(record: SpecRecord) -> SpecRecord:

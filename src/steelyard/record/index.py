@@ -38,7 +38,8 @@ class RecordSummary(FrozenModel):
     (metrics/rate_history.py). `wrong` says why a file is not a record that verifies, and then all
     other fields have their defaults; it is None for a sound one.
 
-    `codes` are those of its reasons; `name` and `size` are the case's; `scope` is how much of the
+    `codes` are those of its reasons; `name` and `size` are the case's; `engine_mark` says who
+    vouches for the engine; `scope` is how much of the
     question was run, as text; `read` is whether the run came to read its data. `key` (question with
     data), `unread_key` (question alone) and `setup` (tune, software, machine, weights) are hashes
     to group runs by. `rate` is the headline metric in `unit`, with its 95 % `interval`; `quality`
@@ -62,9 +63,15 @@ class RecordSummary(FrozenModel):
     division: Text = ""
     precision: Text = ""
     engine: Text = ""
+    engine_mark: Text = Field(
+        "ours", description="who vouches for the engine (metrics/vouching.py)"
+    )
     plan: Text = ""
     scope: Text = ""
     devices: tuple[Text, ...] = ()
+    accelerator_package: Text | None = Field(
+        None, description="that of the accelerator, unless it is this one; empty: not known"
+    )
     setup: Text = Field(
         "", description="hash of tune, software, machine, weights and revision: equal in repeats"
     )

@@ -39,35 +39,39 @@ from steelyard.words import Message
 
 # prefix of the temporary folder for a record that could not be written where it belongs
 RESCUE_PREFIX = "steelyard-kept-"
-Status = Literal["valid", "invalid", "failed"]
+# `unproven`: as valid, but with too few steps for an interval of its rate; older records lack it
+Status = Literal["valid", "unproven", "invalid", "failed"]
 # bounds far beyond any run, so that no formula overflows
 Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]
 Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
+WeightsKind = Literal["random", "checkpoint"]
 RAW_KEY = "samples"  # the key of the raw measurements
 LATER_HASHES = ("bytes",)  # hashes that older records lack
 # fields that are left out of the file if they are empty: older records do not have them
 OMITTED_IF_EMPTY = (
     "formulas",
     "wording",
+    "providers",
     "clock",
     "drawn",
     "profile",
     "checkpoints",
     "stepped_down",
+    "asked_weights",
 )
 # Version of the metric formulas. A record is verified with the version that it states; 1 if it
 # states none.
-FORMULAS_VERSION = 4
+FORMULAS_VERSION = 5
 # How texts are stored: 3 as codes and values; 2, and 1 (if none is stated), as the English
 # sentences of their time.
 WORDING_VERSION = 3
 
 
 class Reason(FrozenModel):
-    """Why a run is invalid or failed: a `code`, listed in docs/metrics.md, and a `text`, which is a
-    message (a code with values, rendered later) or, of a failed run, the sentence that was
-    reported.
+    """Why a run is unproven, invalid or failed: a `code`, listed in docs/metrics.md, and a `text`,
+    which is a message (a code with values, rendered later) or, of a failed run, the sentence that
+    was reported.
     """
 
     code: str
@@ -105,13 +109,19 @@ class Sample(FrozenModel):
         return self
 
 
-class PassFacts(FrozenModel):
+class PassFacts(GrownModel):
     """One pass on one rank, from its first mark until the device was idle again. `start_s` counts
     from the start of the run; `wall_s` is its duration on the host's clock, `device_s` on the
     device's own and `cpu_s` the CPU time of the rank's process, the last two None if unknown.
     `allocated_bytes` and `reserved_bytes` are peaks of the framework's allocator, None if it has
     none.
+
+    `seen_start_s` and `seen_end_s` are when the host's node agent, on its own clock, saw the rank
+    report that the pass begins and ends, at most `seen_within_s` seconds later than it was
+    reported; all three are None, and left out, if it did not see both.
     """
+
+    LATER = ("seen_start_s", "seen_end_s", "seen_within_s")
 
     pass_name: str = Field(alias="pass")
     rank: int
@@ -123,6 +133,15 @@ class PassFacts(FrozenModel):
         None, description="wall time by the device's own clock, where it has one"
     )
     cpu_s: Seconds | None = Field(None, description="CPU time of the rank's process")
+    seen_start_s: Seconds | None = Field(
+        None, description="when the node agent saw the pass begin, since the start of the run"
+    )
+    seen_end_s: Seconds | None = Field(
+        None, description="when the node agent saw the pass end, since the start of the run"
+    )
+    seen_within_s: Seconds | None = Field(
+        None, description="at most so long after the rank reported it did the agent see a border"
+    )
 
 
 class GateFacts(ExtensibleModel):
@@ -166,15 +185,22 @@ class CaseFacts(FrozenModel):
     origins: dict[str, str]
 
 
-class EngineFacts(FrozenModel):
+class EngineFacts(GrownModel):
     """The engine of a run: its `name`, what it chose by itself (`details`), and `conforms`, whether
     `steelyard conform` found that this version computes what engine torch does (None: not tested).
+    `identity` is the hash over all code that its workers' Python could import, the same on all
+    hosts (None: not looked up, as the engine was never tested here, or not known).
     """
+
+    LATER: ClassVar[tuple[str, ...]] = ("identity",)
 
     name: str
     details: EngineDetails
     conforms: bool | None = Field(
         None, description="the result of `steelyard conform` for its version; null: not tested"
+    )
+    identity: str | None = Field(
+        None, description="hash over all code that the workers' Python could import"
     )
 
 
@@ -271,20 +297,21 @@ class NoDataFacts(FrozenModel):
 
 class Record(FrozenModel):
     """One run, as its file stores it, built by run/assemble.py. What was asked: `case`, `scope`
-    (how much of it), `tune`, `plan`. On what: `engine`, `environment`, `site`, `weights`, `data`,
-    `hosts`. What was measured: `passes`, `samples` (steps), `ranks`, `telemetry`, `outputs` (the
-    task's answers), `drawn`, `profile`. `budget` are the parts of the wall time in seconds;
-    `restarts`, `checkpoints` and `stepped_down` tell of a resumed run, its folder and a first
-    attempt without enough memory; `failure` is None unless it failed.
+    (how much of it), `tune`, `plan`. On what: `engine`, `providers` (other packages that brought a
+    part of it), `environment`, `site`, `weights`, `data`, `hosts`. What was measured: `passes`,
+    `samples` (steps), `ranks`, `telemetry`, `outputs` (the task's answers), `drawn`, `profile`.
+    `budget` are the parts of the wall time in seconds; `restarts`, `checkpoints` and `stepped_down`
+    tell of a resumed run, its folder and a first attempt without enough memory; `failure` is None
+    unless it failed. `weights` is what the engine says of them, `asked_weights` what was asked.
 
-    `metrics`, `checks`, `quality`, `reasons`, `notes` and `status` (valid, invalid, failed) are
-    derived from the rest, and `steelyard verify` derives them again. `created` is an ISO 8601 time;
-    `hashes` are set by `seal_record`.
+    `metrics`, `checks`, `quality`, `reasons`, `notes` and `status` (valid, unproven, invalid,
+    failed) are derived from the rest, and `steelyard verify` derives them again. `created` is an
+    ISO 8601 time; `hashes` are set by `seal_record`.
     """
 
     schema_version: int = Field(SCHEMA_VERSION, alias="schema")
     kind: Literal["run"] = "run"
-    formulas: Literal[2, 3, 4] | None = Field(
+    formulas: Literal[2, 3, 4, 5] | None = Field(
         None,
         description=(
             "version of the formulas that its metrics follow (docs/records.md); left out where it"
@@ -308,6 +335,14 @@ class Record(FrozenModel):
     tune: Tune
     plan: Plan
     engine: EngineFacts
+    providers: dict[str, str] = Field(
+        default_factory=dict,
+        description=(
+            "the package, with its version, that brought a part of the run which is not"
+            " Steelyard's own: engine, framework, task, kind, family, accelerator, peak, launcher,"
+            " metrics.NAME; left out where all parts are"
+        ),
+    )
     environment: Environment
     site: dict[str, str]
     weights: WeightsFacts
@@ -352,6 +387,13 @@ class Record(FrozenModel):
         description=(
             "the first attempt, which ran out of memory with an auto tune; left out where there is"
             " none"
+        ),
+    )
+    asked_weights: WeightsKind | None = Field(
+        None,
+        description=(
+            "whether `--weights` named a checkpoint, as the parent knows it; left out by older"
+            " records"
         ),
     )
     hashes: dict[str, str] = Field(default_factory=dict)

@@ -215,12 +215,34 @@ class DeviceState(ExtensibleModel):
     )
 
 
+class CoreBound(ExtensibleModel):
+    """The most that one core of a host's CPU can compute: FLOPs a cycle by matmul precision, by its
+    vector instructions (`vectors`, the kernel's flags), and `clock_hz`, which it does not exceed;
+    `clock_from` says whether the clock is the host's own (`cpufreq`) or that of the fastest CPU
+    (`any`). `count_flops_per_s` is the product.
+    """
+
+    flops_per_cycle: Annotated[dict[str, Rate], Field(min_length=1)]
+    clock_hz: Rate
+    vectors: list[str] = Field(default_factory=list)
+    clock_from: str | None = None
+
+    def get_flops_per_cycle(self, precision: str) -> float:
+        """Return the FLOPs a cycle in a matmul precision; the most of any if it is not listed."""
+        return self.flops_per_cycle.get(precision) or max(self.flops_per_cycle.values())
+
+    def count_flops_per_s(self, precision: str) -> float:
+        """Return the FLOP/s that one core does not exceed in a matmul precision."""
+        return self.clock_hz * self.get_flops_per_cycle(precision)
+
+
 class HostState(ExtensibleModel):
     """A host before a run, as its node agent reads it. `load_1m` is the load average of a minute;
     `cores` are online, `allowed` is how many CPU affinity allows, `quota` how many the control
     group allows (it may be a fraction; None: no limit). Memory and swap are in bytes; `governors`
-    are the frequency governors of the cores, each once; `clock_source` is the kernel's; `devices`
-    has the state of each device. None is what the host does not tell.
+    are the frequency governors of the cores, each once; `clock_source` is the kernel's;
+    `core_bound` is what one core can compute at most; `devices` has the state of each device. None
+    is what the host does not tell.
     """
 
     load_1m: Number | None = None
@@ -234,6 +256,9 @@ class HostState(ExtensibleModel):
     governors: list[str] | None = None
     clock_source: str | None = None
     numa_nodes: int | None = None
+    core_bound: CoreBound | None = Field(
+        None, description="what one core can compute at most; left out by older records"
+    )
     devices: list[DeviceState] = Field(default_factory=list)
 
 
@@ -328,14 +353,28 @@ class MatmulRate(FrozenModel):
         return 2 * self.m * self.n * self.k * self.count
 
 
+class CalibrationFacts(ExtensibleModel):
+    """Where the rates of a rank's device were measured. `matmuls`: `process`, a process of its own
+    that loads no engine, or `third_party`, the same with a framework or a device class of another
+    package. `collectives`: `worker`, the rank's own process, because ranks must be joined for it;
+    None if none was timed. `problems` says by stage (`before` the first pass, `after` the last) why
+    matmuls have no rate.
+    """
+
+    matmuls: str
+    collectives: str | None = None
+    problems: dict[str, str] = Field(default_factory=dict)
+
+
 class RankFacts(ExtensibleModel):
     """What a record keeps of a rank besides its passes and samples; None where it was not measured.
 
     `device` is its name, such as cuda:0, `status` how the rank ended; `identity` the device's name,
     UUID, memory and the like, as the framework reports them; `threads` those of the framework;
     `matmul_flops_per_s` the measured rate of a large square matmul (`..._per_cpu_s`: per second of
-    CPU time), `matmuls` the rates of the case's own shapes, `all_reduce_bytes_per_s` the rate of a
-    small all-reduce; `in_use_bytes` device memory in use after each pass, by pass. `budget` is wall
+    CPU time; `..._after`: after the last pass), `matmuls` the rates of the case's own shapes,
+    `all_reduce_bytes_per_s` the rate of a small all-reduce, `calibration` where these were
+    measured; `in_use_bytes` device memory in use after each pass, by pass. `budget` is wall
     seconds by named part of the rank's work, `beside` seconds of work in parallel with it, `clocks`
     the seconds that passed on each of the host's clocks.
     """
@@ -356,8 +395,18 @@ class RankFacts(ExtensibleModel):
             " older records"
         ),
     )
+    matmul_flops_per_s_after: Rate | None = Field(
+        None,
+        description=(
+            "rate of the square matmul after the last pass; of a device that is not the host's own"
+            " CPU, and left out by older records"
+        ),
+    )
     matmuls: list[MatmulRate] | None = None
     all_reduce_bytes_per_s: Rate | None = None
+    calibration: CalibrationFacts | None = Field(
+        None, description="where the rates were measured; left out by older records"
+    )
     in_use_bytes: dict[str, Bytes | None] | None = None
     budget: dict[str, Number] | None = None
     beside: dict[str, Number] | None = Field(

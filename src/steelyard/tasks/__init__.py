@@ -20,9 +20,14 @@ SHIPPED_TASKS = [MMLU, LAMBADA, OPENWEBTEXT, ALPACA, SUPERGLUE_RECORD]
 
 def load_tasks() -> dict[str, Task]:
     """Return all tasks by name, those of other packages included. Raises RequestError if a
-    package's entry point cannot be loaded or a name is taken twice.
+    package's entry point cannot be loaded, or a name, or a spelling in questions, is taken twice.
     """
-    return plugins.load_rows_by_name(SHIPPED_TASKS, ENTRY_POINT_GROUP, Task, "task")
+    tasks = plugins.load_rows_by_name(SHIPPED_TASKS, ENTRY_POINT_GROUP, Task, "task")
+    # `find_task` takes either, so no task may have another's spelling as its name
+    plugins.check_unique_names(
+        (name for task in tasks.values() for name in {task.name, task.key}), "task"
+    )
+    return tasks
 
 
 def find_task(name: str) -> Task:

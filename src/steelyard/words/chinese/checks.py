@@ -37,6 +37,15 @@ TEXTS: dict[str, str] = {
     "limit.cpu": "实测矩阵乘法速率的 {margin} 倍，均按 CPU 时间计",
     "limit.cpu_best": "各遍前后 {count} 次矩阵乘法计时中最快者的 {margin} 倍，均按 CPU 时间计",
     "limit.busy": "{limit}；其他进程占用了该主机的核，故上限放宽",
+    "check.calibrated.ok": (
+        "进程 {rank}：矩阵乘法实测最高 {rate:.4g} FLOP/s，未超过界限 {limit:.4g} FLOP/s：{what}"
+    ),
+    "check.calibrated.bad": (
+        "进程 {rank}：矩阵乘法实测 {rate:.4g} FLOP/s，超过界限 {limit:.4g} FLOP/s：{what}"
+    ),
+    "limit.peak_margin": "单个设备标称峰值的 {margin} 倍",
+    "limit.core": "一个 CPU 核每秒 CPU 时间最多能完成的计算",
+    "limit.cores": "{cores} 个 CPU 核最多能完成的计算",
     "check.beside.ok": (
         "{pass}：进程 {rank} 在 {wall:.3f} 秒的计时之外用时 {spent:.3f} 秒（{parts}），未超过允许的"
         " {most:.0%}"
@@ -53,8 +62,22 @@ TEXTS: dict[str, str] = {
         "{where}：单调时钟计 {host:.3f} 秒，时钟 {name} 计 {other:.3f} 秒，最多允许相差"
         " {most:.1%}（{preloaded}）"
     ),
+    "check.borders_agree.ok": (
+        "各遍的 {count} 个起止时刻与节点代理的时钟一致；相差最大的是{border}：{told:.3f} 秒与"
+        " {seen:.3f} 秒，在 {most:.3f} 秒以内"
+    ),
+    "check.borders_agree.bad": (
+        "{border}：按进程的时钟在 {told:.3f} 秒，按节点代理的时钟在 {seen:.3f} 秒，最多允许相差"
+        " {most:.3f} 秒"
+    ),
+    "border.begin": "进程 {rank} 的 {pass} 的开始",
+    "border.end": "进程 {rank} 的 {pass} 的结束",
     "at.rank": "进程 {rank}",
     "at.pass": "进程 {rank} 的 {pass}",
+    "check.weights_random.ok": "未指定检查点，权重来源为 {source}",
+    "check.weights_random.bad": "未指定检查点，但引擎称其权重来源为 {source}",
+    "check.weights_checkpoint.ok": "已指定检查点，权重来源为 {source}",
+    "check.weights_checkpoint.bad": "已指定检查点，但引擎称其权重来源为 {source}",
     "check.reported.ok": (
         "{where}：程序报告 {steps} 步用时 {told:.3f} 秒，其输出行相隔 {seen:.3f} 秒，相差在"
         " {most:.0%} 以内"
@@ -76,6 +99,9 @@ TEXTS: dict[str, str] = {
     "check.interval.ok": "吞吐量的 95 % 区间宽度为其 {width:.2%}，用例允许 {limit:.0%}",
     "check.interval.bad": "吞吐量的 95 % 区间宽度为其 {width:.2%}，超过用例允许的 {limit:.0%}",
     "check.interval_open.bad": "吞吐量的 95 % 区间没有上界",
+    "check.few_steps.bad": (
+        "吞吐量仅基于 {count} 个步或批次；至少需要 {least} 个才能以 95 % 区间证实，或重复运行三次"
+    ),
     "check.slowdown.bad": "设备 {device}：一遍中 {share:.0%} 的读数有 {reason}",
     "check.alone.ok": "设备 {device}：各遍期间没有其他进程使用",
     "check.alone.bad": "设备 {device}：各遍期间有其他进程使用",

@@ -25,6 +25,7 @@ TEXTS: dict[str, str] = {
     "flagperf.rows": "第{0}行",
     "flagperf.note": "注",
     "flagperf.unevaluated": "{0} 未评估",
+    "flagperf.unproven": "吞吐量未证实：步数太少，没有区间",
     "flagperf.open": "赛道 open，相同的文本只计算一次",
     "flagperf.smoke": "规模 {0}：微型模型，不可与公开值比较",
     "flagperf.changed": "题目有改动：{0}",

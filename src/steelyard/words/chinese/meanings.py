@@ -95,6 +95,11 @@ MEANINGS: dict[str, tuple[str, str]] = {
         "所选候选的文本与某个答案一致，按 ReCoRD 官方评测的比较方式",
     ),
     "superglue_record.f1": ("F1", "所选候选与最接近答案的词重合度，按 ReCoRD 官方评测"),
+    "setting.engine": (
+        "引擎",
+        "运行模型的程序：无标记者属于 Steelyard；其余来自其他软件包，标明已测试（steelyard conform"
+        " 确认该版本与引擎 torch 的计算结果一致）、未测试或不符合",
+    ),
     "setting.precision": ("数据精度", "矩阵乘法与权重所用的数据类型"),
     "setting.division": ("赛道", "closed：计算每条序列的每个 token；open：任何得到相同答案的计算"),
     "setting.config": ("配置", "节点数 x 每节点卡数，例如 2x8"),

@@ -16,6 +16,11 @@ TEXTS: dict[str, str] = {
     "note.busy_unknown": "主机 {host}：其他进程对 CPU 核的占用未知：{why}",
     "busy.no_reading": "其前后没有 CPU 时间读数",
     "busy.not_counted": "主机不统计各核的使用",
+    "note.not_timed_before": (
+        "进程 {rank}：各遍之前未能测出矩阵乘法的速率，其速率没有实测上限：{why}"
+    ),
+    "note.not_timed_after": "进程 {rank}：各遍之后未能再次测出矩阵乘法的速率：{why}",
+    "note.borders_unseen": "{pass}：节点代理未见到进程 {rank} 开始和结束的时刻，未比较其时钟",
     "note.reported": "各步时间为程序自身所报，每步工作量按配置计算",
     "note.emulated": "此处 fp8 为模拟计算：答案有效，速率没有意义",
     "note.setting": "主机 {host}：{what}：{found}",

@@ -54,6 +54,7 @@ TEXTS: dict[str, str] = {
     "origin.record": "被复现的记录",
     "origin.command line": "命令行",
     "tune.all": "全部设置",
+    "providers": "其他软件包提供的部分",
     "plan": "并行策略",
     "plan.text": "{1}（节点数 x 每节点卡数），{0}，启动器 {2}",
     "metrics.name": "指标名称",
@@ -81,9 +82,10 @@ TEXTS: dict[str, str] = {
     "quoted": "“{0}”",
     "gap": "",
     "valid": "有效",
+    "unproven": "未证实",
     "invalid": "无效",
     "failed": "失败",
-    "full": "完整",
+    "whole": "全部",
     "window": "窗口：{0}",
     "window.subjects": "学科 {0}",
     "window.subjects.many": "{0} 个学科",
@@ -161,8 +163,9 @@ TEXTS: dict[str, str] = {
     "repeats.interval_only": "其中 {0} 次仅因区间过宽",
     "repeats.without": "以下运行无效，未计入：{0}。",
     "repeats.note": (
-        "条件相同的有效运行，每次均为新进程。差异：各次运行间的标准差除以平均值。两次及以上运行的"
-        "区间按各次运行以 Student t 计算；仅一次运行时取其自身各步的区间。"
+        "条件相同的有效运行，每次均为新进程；满三次时也计入未证实的运行。差异：各次运行间的标准差"
+        "除以平均值。两次及以上运行的区间按各次运行以 Student t 计算；仅一次运行时取其自身各步的"
+        "区间。"
     ),
     "run": "运行 {0}",
     "runs": "运行 {0}",
@@ -293,6 +296,7 @@ TEXTS: dict[str, str] = {
     "terminal.more": (
         "更多：--full 显示全部细节，--explain 显示时间去向，--format html --to page.html 生成网页。"
     ),
+    "terminal.repeats": "含多次运行的行为其中计入的运行的平均值，± 来自各次运行之间的差异。",
     "terminal.interval": (
         "吞吐量为全部设备之和；± 为其 95 % 区间的一半；/ 表示未知，原因见 --full。"
     ),

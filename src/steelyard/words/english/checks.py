@@ -47,6 +47,17 @@ TEXTS: dict[str, str] = {
         " second of CPU time"
     ),
     "limit.busy": "{limit}; the margin is wide because other processes used the host's cores",
+    "check.calibrated.ok": (
+        "rank {rank}: matmuls were timed at up to {rate:.4g} FLOP/s, within the bound of"
+        " {limit:.4g} FLOP/s: {what}"
+    ),
+    "check.calibrated.bad": (
+        "rank {rank}: matmuls were timed at {rate:.4g} FLOP/s, above the bound of {limit:.4g}"
+        " FLOP/s: {what}"
+    ),
+    "limit.peak_margin": "{margin} times the datasheet peak of a device",
+    "limit.core": "what one core can do at most, per second of CPU time",
+    "limit.cores": "what {cores} cores can do at most",
     "check.beside.ok": (
         "{pass}: rank {rank} spent {spent:.3f} s outside the timed pass of {wall:.3f} s ({parts})"
         ", within the allowed {most:.0%}"
@@ -64,8 +75,26 @@ TEXTS: dict[str, str] = {
         "{where}: the monotonic clock counted {host:.3f} s and clock {name} {other:.3f} s; they "
         "may differ by {most:.1%} ({preloaded})"
     ),
+    "check.borders_agree.ok": (
+        "{count} borders of passes agree with the node agent's clock; the largest difference is at"
+        " {border}: {told:.3f} s and {seen:.3f} s, within {most:.3f} s"
+    ),
+    "check.borders_agree.bad": (
+        "{border} was at {told:.3f} s by the rank's clock, and at {seen:.3f} s by the node agent's;"
+        " they may differ by {most:.3f} s"
+    ),
+    "border.begin": "the begin of {pass} on rank {rank}",
+    "border.end": "the end of {pass} on rank {rank}",
     "at.rank": "rank {rank}",
     "at.pass": "{pass} on rank {rank}",
+    "check.weights_random.ok": "no checkpoint was named, and the weights are {source}",
+    "check.weights_random.bad": (
+        "no checkpoint was named; the engine says that its weights are of source {source}"
+    ),
+    "check.weights_checkpoint.ok": "a checkpoint was named, and the weights are of source {source}",
+    "check.weights_checkpoint.bad": (
+        "a checkpoint was named; the engine says that its weights are {source}"
+    ),
     "check.reported.ok": (
         "{where}: the program reports {told:.3f} s for {steps} steps, and its output lines are "
         "{seen:.3f} s apart: within {most:.0%}"
@@ -102,6 +131,10 @@ TEXTS: dict[str, str] = {
         " the case allows"
     ),
     "check.interval_open.bad": "the 95 % interval of the rate has no upper end",
+    "check.few_steps.bad": (
+        "the rate rests on {count} steps or batches; at least {least} are needed to prove it by a"
+        " 95 % interval, or three repeats"
+    ),
     "check.slowdown.bad": "device {device}: {reason} in {share:.0%} of the readings of a pass",
     "check.alone.ok": "device {device}: no other process used it during the passes",
     "check.alone.bad": "device {device}: another process used it during the passes",

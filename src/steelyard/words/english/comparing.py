@@ -23,16 +23,25 @@ TEXTS: dict[str, str] = {
     "summary.with": "{0} ({1})",
     "summary.and": " and ",
     "summary.none": "No run of {0} is valid.",
+    "summary.unproven": "No run of {0} has a proven rate.",
     "summary.against": "On {3}, {0} is {1} times as fast per device as {2}{4}.",
-    "summary.interval": " (95 % interval {0})",
+    "summary.significant": " (95 % interval {0})",
+    "summary.not significant": " (not significant, 95 % interval {0})",
+    "summary.not tested": " (not tested: that takes repeats on both)",
+    "evidence.single": "single run",
+    "evidence.repeats": "{0} repeats",
+    "evidence.one_of": "one of {0} repeats",
+    "evidence.evaluated": "quality evaluated",
+    "evidence.unevaluated": "quality not evaluated",
     "summary.no_pair": (
-        "On {0} no question has valid runs of two accelerators, so they are not compared."
+        "On {0} no question has proven rates of two accelerators, so they are not compared."
     ),
     "summary.smoke": (
         "{0} of size smoke show that the cases run; they say nothing about the hardware."
     ),
     "summary.apart": "{0} of a changed or an earlier question are listed apart.",
     "summary.all_valid": "All runs are valid.",
+    "summary.too_short": "Unproven, {0}: too few steps for an interval of the rate.",
     "summary.not_valid": "Not valid, {0}: {1}.",
     "summary.code": "{1} ({0})",
     "semicolon": "; ",
@@ -44,10 +53,12 @@ TEXTS: dict[str, str] = {
     "why.tokens": "wrong amount of work",
     "why.implausible": "faster than possible",
     "why.hidden": "work outside the timed pass",
+    "why.weights": "other weights than asked for",
     "why.unaccounted": "time not accounted for",
     "why.reported": "reported times disagree",
     "why.clock": "clocks disagree",
     "why.interval": "95 % interval too wide",
+    "why.few_steps": "too few steps for an interval",
     "why.slowdown": "device slowed down",
     "why.shared": "device shared",
     "why.busy": "host busy",
@@ -63,6 +74,7 @@ TEXTS: dict[str, str] = {
     "side.energy": "energy",
     "side.joules": "J per token",
     "side.partly": "{0} of {1} valid",
+    "side.by_repeats": "proven by {0} repeats",
     "side.formulas": "formulas {0}",
     "side.default": "default",
     "side.precision": "precision",
@@ -76,6 +88,7 @@ TEXTS: dict[str, str] = {
         "interval. Settings changed: values that differ from the case's own. / unknown: the run'"
         "s details say why."
     ),
+    "side.means": "A row with several runs shows the means of its valid runs.",
     "side.published": (
         'Published, not measured here: [1]–[{0}]; sources and all their values are under "All'
         ' values".'
@@ -84,6 +97,36 @@ TEXTS: dict[str, str] = {
         'Published, not measured here: [1]; its source and all its values are under "All values".'
     ),
     "side.all": "All values, published rows, MFU by convention",
+    "mark.tested": "{0} (tested)",
+    "mark.untested": "{0} (not tested)",
+    "mark.nonconforming": "{0} (does not conform)",
+    "mark.from": "{0} (from {1})",
+    "mark.task": "{0} (task from {1})",
+    "mark.peak": "peak from {0}",
+    "mark.another": "another package",
+    "vouch.engine": "Engine {0} is from {1}, not part of Steelyard; {2}.",
+    "vouch.own_engine": "Engine {0}: {1}.",
+    "vouch.tested": "steelyard conform found that this version computes what engine torch does",
+    "vouch.untested": "it was not tested (steelyard conform tests an engine)",
+    "vouch.nonconforming": (
+        "steelyard conform found that it does not compute what engine torch does"
+    ),
+    "vouch.framework": "The framework of engine {0} is from {1}, not part of Steelyard.",
+    "vouch.task": (
+        "Task {0}, which reads the data and scores the answers, is from {1}, not part of Steelyard."
+    ),
+    "vouch.kind": (
+        "The kind of work {0}, which times and checks a run, is from {1}, not part of Steelyard."
+    ),
+    "vouch.family": (
+        "The model family {0}, which counts the FLOPs, is from {1}, not part of Steelyard."
+    ),
+    "vouch.accelerator": (
+        "Accelerator {0}, which finds and watches the devices, is from {1}, not part of Steelyard."
+    ),
+    "vouch.peak": (
+        "The datasheet peak of {0}, which MFU is relative to, is from {1}, not Steelyard's."
+    ),
     "bars.title": "{0}: runs side by side",
     "bars.of": "{0}: {1} {2}",
     "bars.interval": ", 95 % interval {0}",
@@ -106,10 +149,6 @@ TEXTS: dict[str, str] = {
     "compare.left_out.one": "{0} of {1} ({2})",
     "compare.shared": "{0} record(s) stand on both sides.",
     "compare.interval": "{0}, 95 % interval {1}",
-    "compare.interval.steps": (
-        "{0}, 95 % interval {1} (from the steps of a run, which do not show the spread between"
-        " runs)"
-    ),
     "compare.faster": "faster: significant",
     "compare.slower": "slower: significant",
     "compare.below threshold": "significant, but below the threshold of {0}",
@@ -119,9 +158,9 @@ TEXTS: dict[str, str] = {
     ),
     "compare.no rate": "no ratio: {0}",
     "compare.no_valid_run": "{0} has no valid run",
+    "compare.unproven": "the rate of {0} is unproven; run more steps, or at least three repeats",
     "compare.no_rate": "{0} has no rate",
     "compare.different_work": "the rates count different work: {0} and {1}",
-    "compare.untested": "not tested",
     "compare.across": "Questions differ in",
     "compare.answers": "Answers",
     "compare.answers.none": "There are no answers to compare.",
@@ -132,11 +171,15 @@ TEXTS: dict[str, str] = {
     "compare.phase": "phase",
     "compare.change": "new / base",
     "compare.judged": "change",
-    "compare.better": "better",
-    "compare.worse": "worse",
-    "compare.other": "changed",
+    "compare.change.better": "better",
+    "compare.change.worse": "worse",
+    "compare.change.changed": "changed",
+    "compare.change.equal": "equal",
+    "compare.change.not significant": "not significant",
+    "compare.change.not tested": "not tested",
     "compare.significant": "significant",
-    "compare.equal": "{0} other metrics are equal.",
+    "compare.equal": "equal in the digits shown; {0}",
+    "compare.equal.count": "Other metrics that are equal in the digits shown: {0}.",
     "compare.none": "No metric differs.",
     "compare.differs": "What else differs",
     "compare.differs.none": "Nothing else differs.",
@@ -144,10 +187,41 @@ TEXTS: dict[str, str] = {
     "compare.note": (
         "Rate: work of all devices over wall time, the mean over valid runs; below a number its "
         "95 % interval. The ratio is that of the geometric means, tested with Welch's t on "
-        "logarithms. Every line of a table is tested by itself: of twenty that did not change, "
-        "one is called significant by chance. Phases: of the slowest rank, over the span of the "
-        "rate; other is time in no phase."
+        "logarithms; better or worse is only what is significant. Equal: the same in the digits "
+        "shown. Every line of a table is tested by itself: of twenty that did not change, one is "
+        "called significant by chance. Phases: of the slowest rank, over the span of the rate; "
+        "other is time in no phase."
     ),
+    "verdict": "Verdict: {0}.",
+    "verdict.on": "Verdict on {0}: {1}.",
+    "verdict.significant": "{0} is the fastest: {1} times {2} (significant, {3})",
+    "verdict.not significant": (
+        "{0} has the highest rate, {1} times that of {2}, which is not significant ({3})"
+    ),
+    "verdict.not tested": (
+        "{0} has the highest rate, {1} times that of {2}, which was not tested ({3})"
+    ),
+    "verdict.equal": "{0} and {1} have the highest rate, equal in the digits shown ({2})",
+    "verdict.test": "95 % interval {0}, {1}",
+    "verdict.runs.each": "{0} runs each",
+    "verdict.runs": "{0} and {1} runs",
+    "verdict.single": "single runs; use --repeat 3",
+    "verdict.few": "that takes two runs of each that count; use --repeat 3",
+    "verdict.same": "the runs do not differ",
+    "verdict.smoke": (
+        "none, because size smoke shows that everything runs and says nothing about speed"
+    ),
+    "verdict.different": "none, because these did not answer the same question: {0}",
+    "verdict.alone": "none, because only {0} ran",
+    "verdict.one": (
+        "none, because only {0} has a proven rate ({1} {2}), and it takes two to compare"
+    ),
+    "verdict.none": "none, because there is no proven rate",
+    "verdict.others": "{0}; not counted: {1}",
+    "verdict.deviations": (
+        "the answers differ by more than arithmetic explains ({0}), so the rates mean little: {1}"
+    ),
+    "verdict.deviation": "{0}: {1} {3} from that of {2}, {4} allowed",
     "history": "History",
     "history.when": "first run",
     "history.revision": "revision",
@@ -171,10 +245,10 @@ TEXTS: dict[str, str] = {
     "history.x": "point, in order of time",
     "history.note": (
         "A row is a run, or consecutive repeats of it: same tune, software, machine, weights and "
-        "revision. Bad is the first record that is not valid, or whose rate is below the best "
-        "before it by more than {0}: for sure where both have two valid runs or more (Welch's t "
-        "on logarithms), else with intervals that do not meet. Runs that somebody ended ("
-        "interrupted, cancelled, unfinished) are not bad."
+        "revision. Bad is the first record that is invalid or failed, or whose rate is below the "
+        "best before it by more than {0}: for sure where both have two valid runs or more "
+        "(Welch's t on logarithms), else with intervals that do not meet. Runs that somebody "
+        "ended (interrupted, cancelled, unfinished) and unproven runs are not bad."
     ),
     "explain": "Why it is not higher",
     "explain.part": "Part of a step",
@@ -307,4 +381,35 @@ TEXTS: dict[str, str] = {
         "later half, and that is said. With several devices it is that of the slowest. The "
         "datasheet's rates are dense peaks at the stated clock."
     ),
+    "spec.brief.lead": "{0}: {1}.",
+    "spec.brief.lead.matmul": "matmul up to {0} in {1}",
+    "spec.brief.lead.matmul.title": "Matmul",
+    "spec.brief.lead.memory": "memory up to {0}",
+    "spec.brief.lead.memory.title": "Memory",
+    "spec.brief.lead.links": "links ({1}) up to {0}",
+    "spec.brief.lead.links.title": "Links",
+    "spec.brief.share": "{0} of the datasheet",
+    "spec.brief.unsteady": "not steady",
+    "spec.brief.devices": "{0} × {1}",
+    "spec.brief.hosts": "{0} on {1} hosts",
+    "spec.brief.quick": "{0}, measured with --quick",
+    "spec.brief.slowest": "{0}, slowest device",
+    "spec.brief.slowest_device": "Slowest device",
+    "spec.brief.best": "Best",
+    "spec.brief.unit": "Unit",
+    "spec.brief.with": "Best with",
+    "spec.brief.matmul": "matmul {0}",
+    "spec.brief.memory": "memory {0}",
+    "spec.brief.copy": "{0}",
+    "spec.brief.collective": "{0}",
+    "spec.brief.capacity": "memory size",
+    "spec.brief.left_out": "Not shown: {0} more rows.",
+    "spec.brief.absent": "Not measured: {0} of {1} benchmarks: {2}.",
+    "spec.brief.reason": "{0} ({1})",
+    "spec.brief.other": "other reasons ({0})",
+    "spec.brief.slow": "one call takes too long",
+    "spec.brief.no_time": "no time was left",
+    "spec.brief.one_device": "needs two devices",
+    "spec.brief.wrong": "wrong result",
+    "spec.brief.more": "All rows: {0}",
 }

@@ -25,6 +25,7 @@ TEXTS: dict[str, str] = {
     "flagperf.rows": "rows {0}",
     "flagperf.note": "Notes",
     "flagperf.unevaluated": "{0} was not evaluated",
+    "flagperf.unproven": "rate unproven: too few steps for an interval",
     "flagperf.open": "division open, in which shared text is computed once",
     "flagperf.smoke": "size {0}: a tiny model, which cannot be compared with published rows",
     "flagperf.changed": "another question than the case's: {0}",

@@ -194,6 +194,14 @@ MEANINGS: dict[str, tuple[str, str]] = {
             " evaluation has it"
         ),
     ),
+    "setting.engine": (
+        "Engine",
+        (
+            "what ran the model: part of Steelyard if it has no mark; else another package's, and"
+            " tested (steelyard conform found that this version computes what engine torch does),"
+            " not tested, or found not to conform"
+        ),
+    ),
     "setting.precision": ("Precision", "what matmuls run in and weights are kept in"),
     "setting.division": (
         "Division",

@@ -74,4 +74,21 @@ TEXTS: dict[str, str] = {
     "ceiling.not_finite": "its result is not finite",
     "ceiling.wrong": "its result is wrong: {error:.3g} from fp64; {bound:.3g} is allowed",
     "ceiling.text": "{text}",
+    "ceiling.slow": "not run: one call would take more than {call_s:g} s here",
+    "ceiling.slow_rows": (
+        "not run: one call even with {rows} rows would take more than {call_s:g} s here"
+    ),
+    "ceiling.no_time": "not run: the total time of {total_s:g} s was over",
+    "ceiling.one_device": "needs at least two devices; try --devices 2",
+    "ceiling.other_rank": "not available on another rank",
+    "ceiling.wrong_elsewhere": "the result is wrong on another rank",
+    "ceiling.memory": "not enough memory",
+    "ceiling.unsupported": "{framework} cannot compute this on this device",
+    "ceiling.unsupported_precision": (
+        "{framework} cannot compute this in {precision} on this device"
+    ),
+    "ceiling.refused": "this kernel does not run on this device",
+    "ceiling.device_error": "the device reported an error",
+    "ceiling.exchange": "the ranks could not exchange data",
+    "ceiling.failed": "it failed when it was run",
 }

@@ -16,6 +16,17 @@ TEXTS: dict[str, str] = {
     "note.busy_unknown": "host {host}: use of its cores by other processes is unknown: {why}",
     "busy.no_reading": "there is no reading of CPU time before or after it",
     "busy.not_counted": "the host does not count what its cores do",
+    "note.not_timed_before": (
+        "rank {rank}: matmuls could not be timed before the passes, so its rate has no measured"
+        " limit: {why}"
+    ),
+    "note.not_timed_after": (
+        "rank {rank}: matmuls could not be timed again after the passes: {why}"
+    ),
+    "note.borders_unseen": (
+        "{pass}: the node agent did not see when rank {rank} began and ended it, so its clock was"
+        " not compared"
+    ),
     "note.reported": (
         "step times are those that the program reports; the work of a step is that of the"
         " configuration"

@@ -54,6 +54,7 @@ TEXTS: dict[str, str] = {
     "origin.record": "the reproduced record",
     "origin.command line": "command line",
     "tune.all": "All settings",
+    "providers": "Packages of others",
     "plan": "Parallel strategy",
     "plan.text": "{1} (nodes x devices), {0}, launcher {2}",
     "metrics.name": "Metric",
@@ -83,9 +84,10 @@ TEXTS: dict[str, str] = {
     "quoted": "“{0}”",
     "gap": " ",
     "valid": "valid",
+    "unproven": "unproven",
     "invalid": "invalid",
     "failed": "failed",
-    "full": "full",
+    "whole": "whole",
     "window": "window: {0}",
     "window.subjects": "of {0}",
     "window.subjects.many": "of {0} subjects",
@@ -167,9 +169,9 @@ TEXTS: dict[str, str] = {
     "repeats.interval_only": "{0} for its interval alone",
     "repeats.without": "Not valid, and not in these numbers: {0}.",
     "repeats.note": (
-        "Valid runs that were asked the same, each in fresh processes. Spread: standard "
-        "deviation between runs over the mean. The interval of two runs or more is Student's t "
-        "over the runs; that of one run is its own, from its steps."
+        "Valid runs that were asked the same, each in fresh processes; from three runs on, also "
+        "unproven ones. Spread: standard deviation between runs over the mean. The interval of "
+        "two runs or more is Student's t over the runs; that of one run is its own, from its steps."
     ),
     "run": "Run {0}",
     "runs": "Runs {0}",
@@ -301,6 +303,10 @@ TEXTS: dict[str, str] = {
     "terminal.more": (
         "More: --full prints every detail, --explain where the time goes, --format html --to"
         " page.html writes a page."
+    ),
+    "terminal.repeats": (
+        "A row with several runs shows the means of those that count, and ± from the spread between"
+        " them."
     ),
     "terminal.interval": (
         "rate: all devices together. ±: half of its 95 % interval. /: unknown, --full says why."
