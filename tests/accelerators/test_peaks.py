@@ -4,6 +4,8 @@ invalid table is refused.
 
 import re
 from dataclasses import replace
+from datetime import date
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +76,66 @@ bf16 = {rate}
 """
 
 
+SUPERSEDING_ROW = (
+    PEAK_ROW.format(name="a", more="", rate=1)
+    + """
+[[peak.superseded]]
+since = 2026-11-15
+until = 2027-03-01
+flops_per_s = { bf16 = 2 }
+why = "a misprint"
+"""
+)
+
+
+def test_superseded_figures_are_kept_with_their_dates() -> None:
+    [row] = peaks.parse_peaks(SUPERSEDING_ROW)
+    [earlier] = row.superseded
+    assert (row.flops_per_s, earlier.flops_per_s) == ({"bf16": 1}, {"bf16": 2})
+    assert (earlier.since, earlier.until) == (date(2026, 11, 15), date(2027, 3, 1))
+    assert (earlier.bandwidth_bytes_per_s, earlier.why) == (None, "a misprint")
+
+
+def list_known_figures(rows: tuple[Peak, ...]) -> set[tuple[str, str, float]]:
+    """Return (device name, figure, value) of every figure that rows have or had."""
+    return {
+        (name, figure, value)
+        for row in rows
+        for version in (row, *row.superseded)
+        for figure, value in peaks.list_figures(
+            version.flops_per_s, version.bandwidth_bytes_per_s
+        ).items()
+        for name in row.match
+    }
+
+
+def read_figures_ever_shipped() -> set[tuple[str, str, float]]:
+    """Return (device name, figure, value) of each line of the list of all figures that were ever
+    shipped.
+    """
+    lines = Path(__file__).with_name("peaks_ever_shipped.csv").read_text().splitlines()
+    figures = [line.rsplit(",", 2) for line in lines if not line.startswith("#")]
+    return {(name, figure, float(value)) for name, figure, value in figures}
+
+
+def test_no_figure_that_was_ever_shipped_is_lost() -> None:
+    known = list_known_figures(peaks.load_shipped_peaks())
+    lost = read_figures_ever_shipped() - known
+    assert lost == set(), "keep these under `superseded` in peaks.toml"
+    new = known - read_figures_ever_shipped()
+    assert new == set(), "append these to peaks_ever_shipped.csv"
+
+
+def test_a_corrected_figure_without_a_superseded_one_is_detected() -> None:
+    assert len(read_figures_ever_shipped()) == len(list_known_figures(peaks.load_shipped_peaks()))
+    h200 = find_peak("NVIDIA H200", None)
+    assert h200 is not None
+    corrected = h200.model_copy(update={"flops_per_s": {**h200.flops_per_s, "bf16": 1e15}})
+    assert read_figures_ever_shipped() & list_known_figures((h200,)) - list_known_figures(
+        (corrected,)
+    ) == {("NVIDIA H200", "bf16", 989.4e12)}
+
+
 def test_memory_size_distinguishes_devices_of_one_name() -> None:
     small, large = peaks.parse_peaks(
         PEAK_ROW.format(name="small", more="memory_gib = 40", rate=1e12)
@@ -102,6 +164,11 @@ def test_memory_size_distinguishes_devices_of_one_name() -> None:
             + PEAK_ROW.format(name="b", more="memory_gib = 1", rate=1),
             "also in another row",
         ),
+        (SUPERSEDING_ROW.replace("bf16 = 2", "fp7 = 2"), "unknown precisions"),
+        (SUPERSEDING_ROW.replace("bf16 = 2", "bf16 = 1"), "superseded bf16 is today's figure"),
+        (SUPERSEDING_ROW.replace("{ bf16 = 2 }", "{}"), "neither flops_per_s nor bandwidth"),
+        (SUPERSEDING_ROW.replace("2027", "2025"), "until 2025-03-01 is not after since 2026-11-15"),
+        (SUPERSEDING_ROW.replace("a misprint", ""), "at least 1 character"),
     ],
 )
 def test_an_invalid_peak_table_is_refused(text: str, message: str) -> None:

@@ -50,13 +50,15 @@ def test_a_case_runs_without_torch(shell: Shell, options: tuple[str, ...]) -> No
     assert record["weights"] == {"source": "random", "seed": 0}
     assert record["ranks"][0]["identity"]["name"] == "Abacus"
     assert record["ranks"][0]["identity"]["capability"] == "fp32"
-    assert record["ranks"][0]["matmul_flops_per_s"] > 0
+    assert record["ranks"][0]["matmul_flops_per_s"] is None
+    assert record["ranks"][0]["calibration"] == {"matmuls": "third_party"}
     assert record["environment"]["software"]["abacus"] == "1.0"
     assert record["metrics"]["p_infer_whole"]["value"] > 0
     assert record["outputs"]["passes"]["infer"] == record["outputs"]["passes"]["val"]
     assert "?" not in record["outputs"]["passes"]["val"]["choices"]
     checked = shell("verify", shell.out)
     assert (checked.code, checked.err) == (0, ""), checked.out
+    assert "the record lacks" not in checked.out
     assert shell("report", shell.out).code == 0
 
 
@@ -95,4 +97,5 @@ def test_list_shows_the_third_party_engine(shell: Shell) -> None:
         "degrees": ["DP"],
         "missing": None,
         "checkout": None,
+        "package": "fake-framework 1.0",
     }

@@ -125,6 +125,7 @@ def test_a_run_records_what_the_program_reports(shell: Shell, checkout: Path) ->
     assert str(checkout) not in json.dumps(record)
     checked = shell("verify", shell.out)
     assert (checked.code, checked.err) == (0, ""), checked.out
+    assert "the record lacks" not in checked.out
     assert shell("report", shell.out).code == 0
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fixtures.golden import golden
 from steelyard.engine.ceiling_rows import CallBudget, UnavailableError
@@ -17,9 +18,11 @@ from steelyard.engines.torch.device_ceilings import (
     check_matmul,
 )
 from steelyard.engines.torch.framework import TorchFramework
+from steelyard.errors import names_exception
 from steelyard.models import attention
 from steelyard.plan.ceiling_shapes import ERROR_BOUNDS, AttentionShape
 from steelyard.plan.matmuls import Matmul
+from steelyard.words import Message, render_text
 
 CPU = torch.device("cpu")
 HEADS = AttentionShape("case", 4, 2, 16, 256, 2)
@@ -131,9 +134,44 @@ def test_rows_that_a_cpu_lacks_give_the_reason(shown: TorchCeilings):
     lacking = {row.name: row.unavailable for row in rows if row.unavailable is not None}
     assert lacking["square 512"] == "a CPU has no TF32"
     assert lacking["host to device, pinned"] == golden("cpu-memory-is-the-host-nothing")
-    assert lacking["all_reduce 1 MiB"] == golden("one-device-has-nobody-to-exchange")
+    assert lacking["all_reduce 1 MiB"] == Message("ceiling.one_device")
+    assert render_text(Message("ceiling.one_device")) == golden("one-device-has-nobody-to-exchange")
     assert len({(row.group, row.name, row.precision) for row in rows}) == len(rows)
     assert len(rows) < len(list(shown.rows(quick=False)))
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling x"), "memory"),
+        (NotImplementedError("anything"), "unsupported_precision"),
+        (RuntimeError('"addmm_impl" not implemented for Half'), "unsupported_precision"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED"), "unsupported_precision"),
+        (RuntimeError("CUDA error: no kernel image is available"), "unsupported_precision"),
+        (RuntimeError("No available kernel. Aborting execution."), "unsupported_precision"),
+        (AssertionError("Torch not compiled with CUDA enabled"), "unsupported_precision"),
+        (dist.DistBackendError("NCCL error in: ProcessGroup.cpp:12, remote"), "exchange"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "device_error"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), "device_error"),
+        (ValueError("shapes differ"), "failed"),
+    ],
+)
+def test_an_exception_of_torch_is_worded(error: Exception, code: str, shown: TorchCeilings):
+    message = shown.explain_error(error, "fp8")
+    assert message.code == f"ceiling.{code}"
+    assert not names_exception(render_text(message))
+
+
+def test_an_operation_that_torch_lacks_names_the_precision(shown: TorchCeilings):
+    error = NotImplementedError("Could not run 'aten::x'")
+    assert render_text(shown.explain_error(error, "fp8")) == (
+        "torch cannot compute this in fp8 on this device"
+    )
+    assert render_text(shown.explain_error(error, None)) == (
+        "torch cannot compute this on this device"
+    )
 
 
 def test_memory_rows_are_checked(shown: TorchCeilings, monkeypatch: pytest.MonkeyPatch):

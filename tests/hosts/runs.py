@@ -129,6 +129,7 @@ class LoginShell:
         [path] = out.iterdir()
         verification = self("verify", path)
         assert (verification.code, verification.err) == (0, ""), verification.out
+        assert "the record lacks" not in verification.out
         contents: dict[str, Any] = json.loads(path.read_text())
         assert contents["status"] == "valid"
         return contents

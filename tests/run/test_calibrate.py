@@ -6,7 +6,11 @@ from typing import Any
 from steelyard.accelerators.events import HostEvent
 from steelyard.plan.matmuls import Matmul
 from steelyard.record.run_facts import MatmulRate
-from steelyard.run.calibrate import calibrate_matmuls, recalibrate_square_matmul
+from steelyard.run.calibrate import (
+    CalibratedRates,
+    calibrate_matmuls,
+    recalibrate_square_matmul,
+)
 
 SQUARE_FLOPS = 1280
 
@@ -66,12 +70,12 @@ def two_shapes(smaller: int) -> tuple[Matmul, ...]:
 def test_each_matmul_shape_gets_its_own_rate(monkeypatch):
     monkeypatch.setattr("steelyard.run.calibrate.MOST_S", 1e9)
     device = FakeDevice()
-    facts = calibrate_matmuls(
+    rates = calibrate_matmuls(
         device, "bf16", two_shapes, lambda: device.now, lambda: device.now / 2
     )  # type: ignore[arg-type]
-    assert facts["matmul_flops_per_s"] == 128.0
-    assert facts["matmul_flops_per_cpu_s"] == 256.0  # half of the time is CPU time
-    assert facts["matmuls"] == [
+    assert rates.matmul_flops_per_s == 128.0
+    assert rates.matmul_flops_per_cpu_s == 256.0  # half of the time is CPU time
+    assert rates.matmuls == [
         MatmulRate(name="up", layout="nt", m=4, n=2, k=1, count=3, flops_per_s=128.0),
         MatmulRate(name="down", layout="tn", m=2, n=1, k=1, count=1, flops_per_s=64.0),
     ]
@@ -85,7 +89,7 @@ def test_a_batch_too_large_for_the_time_is_halved():
         divisors.append(smaller)
         return (Matmul(name="up", m=max(1, 64 // smaller), n=1, k=1),)
 
-    (matmul,) = calibrate_matmuls(device, "bf16", shrunk_shapes, lambda: device.now)["matmuls"]  # type: ignore[arg-type]
+    (matmul,) = calibrate_matmuls(device, "bf16", shrunk_shapes, lambda: device.now).matmuls  # type: ignore[arg-type]
     # Seven calls of 2·8 FLOPs at 128 FLOP/s take 0.875 s, which is within the time limit; seven of
     # 2·16 FLOPs would take 1.75 s.
     assert (divisors, matmul.m) == ([1, 2, 4, 8], 8)
@@ -95,21 +99,22 @@ def test_batch_is_never_shrunk_below_one_token():
     device = FakeDevice()
     (matmul,) = calibrate_matmuls(
         device, "bf16", lambda smaller: (Matmul(name="up", m=1, n=100, k=1),), lambda: device.now
-    )["matmuls"]  # type: ignore[arg-type]
+    ).matmuls  # type: ignore[arg-type]
     assert (matmul.m, matmul.flops_per_s) == (1, 64.0)
 
 
 def test_no_shape_rates_when_one_shape_is_unsupported():
     device = FakeDevice(unsupported="down")
-    facts = calibrate_matmuls(device, "bf16", two_shapes, lambda: device.now, lambda: 0.0)  # type: ignore[arg-type]
-    assert facts == {"matmul_flops_per_s": 128.0, "matmuls": []}
+    rates = calibrate_matmuls(device, "bf16", two_shapes, lambda: device.now, lambda: 0.0)  # type: ignore[arg-type]
+    assert rates == CalibratedRates(matmul_flops_per_s=128.0)
     assert [shape.name for shape in device.asked] == ["up", "down"]
 
 
 def test_framework_without_matmul_is_not_calibrated():
     device = FakeDevice(square=False)
-    assert calibrate_matmuls(device, "bf16", two_shapes, lambda: device.now) == {}  # type: ignore[arg-type]
+    assert calibrate_matmuls(device, "bf16", two_shapes, lambda: device.now) == CalibratedRates()  # type: ignore[arg-type]
     assert device.asked == []
+    assert recalibrate_square_matmul(device, "bf16", 128.0) == CalibratedRates()  # type: ignore[arg-type]
 
 
 class FakeCpuDevice(FakeDevice):
@@ -135,8 +140,8 @@ class FakeCpuDevice(FakeDevice):
         return HostEvent(lambda: self.now)
 
 
-def calibrate_before_pass(device: Any) -> dict[str, Any]:
-    """Return the facts of the calibration before a pass, without any shapes of a case."""
+def calibrate_before_pass(device: Any) -> CalibratedRates:
+    """Return the rates of the calibration before a pass, without any shapes of a case."""
     return calibrate_matmuls(
         device, "bf16", lambda smaller: (), lambda: device.now, lambda: device.used
     )
@@ -145,7 +150,7 @@ def calibrate_before_pass(device: Any) -> dict[str, Any]:
 def calibrate_after_pass(device: Any, rate: float) -> list[float]:
     """Return the rates of the calibration after a pass in FLOP/s, rounded to six decimals."""
     rates = recalibrate_square_matmul(device, "bf16", rate, lambda: device.now, lambda: device.used)
-    return [round(rate_of_timing, 6) for rate_of_timing in rates]
+    return [round(rate_of_timing, 6) for rate_of_timing in rates.matmul_cpu_rates]
 
 
 def test_cpu_rate_is_timed_in_several_parts_before_the_pass() -> None:
@@ -157,23 +162,24 @@ def test_cpu_rate_is_timed_in_several_parts_before_the_pass() -> None:
     device = FakeCpuDevice(
         {call: 2.0 for call in range(43) if call not in (22, 23, 24)}, call_s=1 / 128
     )
-    facts = calibrate_before_pass(device)
+    rates = calibrate_before_pass(device)
     assert device.calls == 43
-    assert facts["matmul_cpu_rates"] == {"before": [81_920.0] * 4 + [163_840.0] + [81_920.0] * 3}
-    assert facts["matmul_flops_per_cpu_s"] == 163_840.0 * 42 / 81
-    assert facts["matmul_flops_per_s"] == 163_840.0
+    assert rates.matmul_cpu_rates == [81_920.0] * 4 + [163_840.0] + [81_920.0] * 3
+    assert rates.matmul_flops_per_cpu_s == 163_840.0 * 42 / 81
+    assert rates.matmul_flops_per_s == 163_840.0
 
 
 def test_slow_calls_are_timed_in_groups_of_three() -> None:
     device = FakeCpuDevice({}, call_s=1.0)
-    assert calibrate_before_pass(device)["matmul_cpu_rates"] == {"before": [1280.0, 1280.0]}
+    assert calibrate_before_pass(device).matmul_cpu_rates == [1280.0, 1280.0]
     assert device.calls == 7
 
 
 def test_device_with_its_own_clock_has_no_cpu_time_rates() -> None:
     device = FakeDevice()
-    assert "matmul_cpu_rates" not in calibrate_before_pass(device)
-    assert calibrate_after_pass(device, 128.0) == []
+    assert calibrate_before_pass(device).matmul_cpu_rates == []
+    rates = recalibrate_square_matmul(device, "bf16", 128.0, lambda: device.now)  # type: ignore[arg-type]
+    assert rates == CalibratedRates(matmul_flops_per_s=128.0)
 
 
 def test_timings_after_the_pass_take_some_tens_of_milliseconds() -> None:

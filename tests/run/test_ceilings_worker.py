@@ -9,6 +9,7 @@ import pytest
 from fixtures.specs import make_spec_record
 from steelyard.accelerators.events import HostEvent
 from steelyard.engine.ceiling_rows import CallBudget, CeilingRow, PreparedCeiling, UnavailableError
+from steelyard.errors import RequestError
 from steelyard.metrics import ceiling_rates
 from steelyard.record.ceilings_record import BenchLimits, BenchTimings, TimedCalls
 from steelyard.run.ceilings_worker import (
@@ -151,14 +152,48 @@ def test_row_that_cannot_run_names_the_reason():
     def broken(budget: CallBudget) -> PreparedCeiling:
         raise NotImplementedError("no kernel for it\nand a list of all there are")
 
-    measure = make_holder(device).run_row
-    assert measure(make_row(lacking)).reason == "no such unit"
-    assert measure(make_row(broken)).reason == "NotImplementedError: no kernel for it"
-    assert (
-        measure(make_row(lambda budget: PreparedCeiling(lambda: 1 / 0, 1.0))).reason
-        == "ZeroDivisionError: division by zero"
+    def refused(budget: CallBudget) -> PreparedCeiling:
+        raise RequestError("this kernel needs another device")
+
+    def get_reason(row: CeilingRow) -> tuple[Message | str | None, str | None]:
+        bench = make_holder(device).run_row(row)
+        return bench.reason, bench.error_text
+
+    failed = Message("ceiling.failed")
+    assert get_reason(make_row(lacking)) == ("no such unit", None)
+    assert get_reason(make_row(refused)) == (
+        Message("ceiling.refused"),
+        "this kernel needs another device",
     )
-    assert measure(make_row(lacking, unavailable="known before")).reason == "known before"
+    assert get_reason(make_row(broken)) == (failed, "NotImplementedError: no kernel for it")
+    assert get_reason(make_row(lambda budget: PreparedCeiling(lambda: 1 / 0, 1.0))) == (
+        failed,
+        "ZeroDivisionError: division by zero",
+    )
+    known_before = make_row(lacking, unavailable="known before" + "!" * 400)
+    assert get_reason(known_before) == ("known before" + "!" * 288, None)
+
+
+def test_framework_words_the_exception_of_a_row():
+    """The reason is what the framework makes of exception and precision; paths and addresses of the
+    exception are stored nowhere.
+    """
+
+    def explain(error: Exception, precision: str | None) -> Message:
+        assert isinstance(error, ValueError)
+        return Message("ceiling.unsupported_precision", {"framework": "x", "precision": precision})
+
+    def broken(budget: CallBudget) -> PreparedCeiling:
+        raise ValueError("no way at /opt/lib/x.so (0x7f00)\nTraceback")
+
+    bench = make_holder(FakeDevice(2.0), explain_error=explain).run_row(make_row(broken))
+    assert bench.reason == Message(
+        "ceiling.unsupported_precision", {"framework": "x", "precision": "bf16"}
+    )
+    assert bench.error_text == "ValueError: no way at … (…)"
+    again = BenchTimings.model_validate_json(bench.model_dump_json())
+    assert (again.reason, again.error_text) == (bench.reason, bench.error_text)
+    assert derive_value(bench) == (None, bench.reason)
 
 
 def test_budget_is_estimated_from_rates_of_similar_rows():
@@ -195,8 +230,7 @@ def test_rows_after_the_total_time_limit_are_not_tried():
     calls = device.calls
     assert (
         holder_of_rows.run_row(make_row(lambda budget: PreparedCeiling(device.work, 64.0))).reason
-        == "not run: the total time of 1000 s was over"
-    )
+    ) == Message("ceiling.no_time", {"total_s": 1000.0})
     assert device.calls == calls
 
 
@@ -228,7 +262,7 @@ def test_row_that_is_wrong_on_another_rank_is_wrong():
     bench = make_holder(device, max_over_ranks=lambda vote: max(vote, next(others))).run_row(
         make_row(lambda budget: workload, all_ranks=True)
     )
-    assert (bench.reason, bench.stretches) == ("the result is wrong on another rank", [])
+    assert (bench.reason, bench.stretches) == (Message("ceiling.wrong_elsewhere"), [])
 
 
 def test_row_that_another_rank_cannot_run_is_not_called():
@@ -237,7 +271,7 @@ def test_row_that_another_rank_cannot_run_is_not_called():
     bench = make_holder(device, max_over_ranks=lambda vote: max(vote, next(others))).run_row(
         make_row(lambda budget: PreparedCeiling(device.work, 1.0), all_ranks=True)
     )
-    assert (bench.reason, device.calls) == ("not available on another rank", 0)
+    assert (bench.reason, device.calls) == (Message("ceiling.other_rank"), 0)
 
 
 def test_default_limits():

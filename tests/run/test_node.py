@@ -118,6 +118,20 @@ def test_hello_reports_devices_paths_and_modules(agent: Agent) -> None:
     assert hello["problem"] is None
 
 
+def test_hello_identifies_the_engine_if_asked(shell: Shell, agent: Agent) -> None:
+    """The identity is that of the workers' Python, with the variables of the run."""
+    assert agent.open()["engine_identity"] is None
+    asked = Agent(shell)
+    try:
+        identity = asked.open(engine_modules=["no_such_module"])["engine_identity"]
+        assert identity["problem"] is None
+        assert len(identity["hash"]) == 16
+        assert identity["files"] > 1000
+    finally:
+        asked.process.kill()
+        asked.process.wait()
+
+
 def test_with_a_peer_the_agent_listens_only_on_the_named_interface(agent: Agent) -> None:
     hello = agent.open(peer="localhost", interface="lo")
     (port,) = [

@@ -38,6 +38,7 @@ def check_sole_record(shell: Shell, result: CommandResult) -> dict[str, Any]:
     assert list(shell.tmp.iterdir()) == []
     verified = shell("verify", shell.out)
     assert (verified.code, verified.err) == (0, ""), verified.out
+    assert "the record lacks" not in verified.out
     assert "Traceback" not in result.err
     return record
 

@@ -9,6 +9,7 @@ from steelyard.case.resolve import resolve_case
 from steelyard.errors import RequestError
 from steelyard.plan.degrees import Plan
 from steelyard.run import preflight
+from steelyard.run.engine_identity import EngineIdentity
 
 GIB = 1 << 30
 
@@ -51,3 +52,24 @@ def test_a_package_that_one_host_lacks_is_named() -> None:
         assert (
             str(caught.value) == f"host {versions}; install the same version on all hosts of a run"
         )
+
+
+@pytest.mark.parametrize(
+    ("identity", "warnings"),
+    [
+        (None, []),
+        (EngineIdentity(hash="0123456789abcdef"), []),
+        (
+            EngineIdentity(problem="too many files"),
+            [
+                "host north: whether this version of the engine conforms cannot be known: too many"
+                " files"
+            ],
+        ),
+    ],
+)
+def test_host_without_the_identity_it_was_asked_for_gives_a_warning(
+    identity: EngineIdentity | None, warnings: list[str]
+) -> None:
+    hello: Any = SimpleNamespace(engine_identity=identity)
+    assert preflight._check_engine_identity("north", hello) == warnings

@@ -25,6 +25,7 @@ def test_run_with_a_launcher_from_another_package(tmp_path: Path) -> None:
     sha256 = hashlib.sha256((tmp_path / "site.toml").read_bytes()).hexdigest()
     assert record["site"] == {"file": "site.toml", "file_sha256": sha256}
     assert record["plan"]["launcher"] == "shell"
+    assert record["providers"] == {"launcher": "shell-launcher 1.0"}
     assert [host["name"] for host in record["hosts"]] == ["attic"]
     assert {rank["host"] for rank in record["ranks"]} == {"attic"}
     assert shell.wait_until_ended(2)

@@ -83,13 +83,18 @@ CPU = Accelerator(
 )
 
 
+SHIPPED_ACCELERATORS = [CUDA, CPU]
+
+
 def load_accelerators() -> dict[str, Accelerator]:
     """Return all accelerators by name, shipped and of installed packages, in order of preference:
     cuda, installed ones, and last the CPU, which every machine has. Imports these packages at each
     call. Raises RequestError if an installed package's entry cannot be loaded, is no `Accelerator`,
     or has a name that is taken.
     """
-    rows = plugins.load_rows_by_name([CUDA, CPU], ENTRY_POINT_GROUP, Accelerator, "accelerator")
+    rows = plugins.load_rows_by_name(
+        SHIPPED_ACCELERATORS, ENTRY_POINT_GROUP, Accelerator, "accelerator"
+    )
     return {name: row for name, row in rows.items() if row is not CPU} | {CPU.name: rows[CPU.name]}
 
 

@@ -11,13 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from steelyard.plan.ceiling_shapes import CeilingGroup, CeilingUnit
+from steelyard.words import Message, render_text
 
 
 class UnavailableError(Exception):
     """Raised by `CeilingRow.prepare` if the device cannot run a row of `steelyard spec`, or not
-    within the time for one call; its message is the reason, which the record shows instead of a
-    rate. Other rows are measured all the same.
+    within the time for one call; `reason` is why, a message or an English sentence, which the
+    record shows instead of a rate. Other rows are measured all the same.
     """
+
+    def __init__(self, reason: Message | str) -> None:
+        """Keep the reason; the text of the exception is the reason in English."""
+        super().__init__(render_text(reason))
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class CeilingRow:
     unit: CeilingUnit
     prepare: Callable[[CallBudget], PreparedCeiling]
     # why the device cannot run it, if that is known before trying
-    unavailable: str | None = None
+    unavailable: Message | str | None = None
     kind: str = ""  # rows of one group, precision and kind are about equally fast
     all_ranks: bool = False  # all ranks must call it together, equally often
 
@@ -91,7 +97,7 @@ class FrameworkCeilings(Protocol):
     `rows(quick)` yields the `CeilingRow`s in the order of measuring, the same on all ranks, fewer
     and smaller ones with `quick`. `all_reduce_max(value)` returns the maximum over ranks, which all
     call together. `release_memory()`, called after each row, gives cached memory back to the
-    device.
+    device. `explain_error(error, precision)` words an exception of a row.
     """
 
     def rows(self, quick: bool) -> Iterator[CeilingRow]:
@@ -107,4 +113,10 @@ class FrameworkCeilings(Protocol):
     def release_memory(self) -> None:
         """Give cached memory that the last row allocated back to the device; called after every
         row.
+        """
+
+    def explain_error(self, error: Exception, precision: str | None) -> Message:
+        """Return why a row in this precision (None: it has none) has no number, for an exception
+        that was raised when it was prepared, checked or timed. The text of the exception is no part
+        of the message.
         """

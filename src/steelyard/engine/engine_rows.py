@@ -43,8 +43,8 @@ class FrameworkRow:
     """A framework, which joins ranks and drives devices, as data: its `name`, and what workers load
     of it. `make` is the reference `module:Class` of its `Framework`, `ceilings` that of its
     `FrameworkCeilings` for `steelyard spec` (None: it has none), `profiler` whether its profiler is
-    read, for `--explain`. Other packages add rows through the entry-point group
-    `steelyard.frameworks`.
+    read, for `--explain`, `forks` whether a process that imported it may fork before it uses a
+    device. Other packages add rows through the entry-point group `steelyard.frameworks`.
     """
 
     name: str
@@ -52,6 +52,8 @@ class FrameworkRow:
     # `module:Class` of its ceilings for `steelyard spec`; None: it has none
     ceilings: str | None = None
     profiler: bool = False  # whether its profiler is read, for --explain
+    # whether a process that imported it may fork: its import starts no thread and no device
+    forks: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,15 +249,18 @@ FLAGSCALE = EngineRow(
     needs=("torch",),
     extra="torch",
 )
+SHIPPED_ENGINES = [TORCH, TRANSFORMERS, REFERENCE, MEGATRON, PADDLE, FLAGSCALE]
+ENGINES_GROUP, FRAMEWORKS_GROUP = "steelyard.engines", "steelyard.frameworks"  # of entry points
 FRAMEWORKS = [
     FrameworkRow(
         "torch",
         "steelyard.engines.torch.framework:TorchFramework",
         "steelyard.engines.torch.device_ceilings:TorchCeilings",
         profiler=True,
+        forks=True,
     ),
     FrameworkRow("paddle", "steelyard.engines.paddle.framework:PaddleFramework"),
-    FrameworkRow("program", "steelyard.engines.flagscale.framework:ProgramFramework"),
+    FrameworkRow("program", "steelyard.engines.flagscale.framework:ProgramFramework", forks=True),
 ]
 
 
@@ -264,12 +269,7 @@ def load_engine_rows() -> dict[str, EngineRow]:
     imported for it. Raises RequestError if two have one name, or a package's row cannot be loaded
     or is no EngineRow.
     """
-    return plugins.load_rows_by_name(
-        [TORCH, TRANSFORMERS, REFERENCE, MEGATRON, PADDLE, FLAGSCALE],
-        "steelyard.engines",
-        EngineRow,
-        "engine",
-    )
+    return plugins.load_rows_by_name(SHIPPED_ENGINES, ENGINES_GROUP, EngineRow, "engine")
 
 
 def find_engine(name: str) -> EngineRow:
@@ -334,7 +334,7 @@ def load_framework(name: str) -> Callable[..., Framework]:
     class, the local rank and a clock (see `Framework`). Raises RequestError if there is no such
     framework, ImportError if it cannot be imported.
     """
-    framework_class: Callable[..., Framework] = plugins.load_reference(_find_framework(name).make)
+    framework_class: Callable[..., Framework] = plugins.load_reference(find_framework(name).make)
     return framework_class
 
 
@@ -343,7 +343,7 @@ def load_ceilings(name: str) -> Callable[[Framework], FrameworkCeilings]:
     the framework object. Raises RequestError if the framework is unknown or has no ceilings,
     ImportError if it cannot be imported.
     """
-    reference = _find_framework(name).ceilings
+    reference = find_framework(name).ceilings
     if reference is None:
         raise RequestError(f"framework {name!r} has no benchmarks for steelyard spec")
     ceilings_class: Callable[[Framework], FrameworkCeilings] = plugins.load_reference(reference)
@@ -355,10 +355,10 @@ def load_framework_rows() -> dict[str, FrameworkRow]:
     are imported for it. Raises RequestError if two have one name, or a package's row cannot be
     loaded or is no FrameworkRow.
     """
-    return plugins.load_rows_by_name(FRAMEWORKS, "steelyard.frameworks", FrameworkRow, "framework")
+    return plugins.load_rows_by_name(FRAMEWORKS, FRAMEWORKS_GROUP, FrameworkRow, "framework")
 
 
-def _find_framework(name: str) -> FrameworkRow:
+def find_framework(name: str) -> FrameworkRow:
     """Return the framework row of a name, shipped or of an installed package, which are imported
     for it. Raises RequestError, with all known names, if there is none, and for any name if a
     package's row is bad or two have one name.

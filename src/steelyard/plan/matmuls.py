@@ -49,6 +49,78 @@ def count_total_flops(matmuls: tuple[Matmul, ...]) -> int:
     return sum(matmul.count * matmul.flops for matmul in matmuls)
 
 
+class WeightMatrix(FrozenModel):
+    """A weight matrix [outputs, inputs] on one device, `name` being that of its matmuls, of which
+    the model has `count`, one in each layer.
+    """
+
+    name: str
+    outputs: int = Field(ge=1, le=10**12)
+    inputs: int = Field(ge=1, le=10**12)
+    count: int = Field(1, ge=1, le=10**12)
+
+
+class BatchMatmuls(FrozenModel):
+    """The matmuls with weights of one batch on one device, as plain numbers that need no case or
+    model: so many `tokens` by each matrix of `layers` and so many `logits` by the `vocabulary`, in
+    each of the `layouts`. `list_shapes` returns their shapes. A worker sends it to the process that
+    times them (run/calibration_worker.py).
+    """
+
+    tokens: int = Field(ge=0, le=10**12)
+    logits: int = Field(ge=0, le=10**12)
+    layouts: tuple[MatmulLayout, ...]
+    layers: tuple[WeightMatrix, ...]
+    vocabulary: WeightMatrix
+
+    def list_shapes(self, divisor: int = 1) -> tuple[Matmul, ...]:
+        """Return the matmuls of this batch, or of one with `divisor` times fewer tokens and logits
+        (at least 1 of each that it has): those of each layer matrix, with its `count`, then those
+        of the vocabulary (none for 0 logits). Large ones are split by rows into two entries.
+        """
+        tokens, logits = self.tokens, self.logits
+        if divisor > 1:
+            tokens, logits = max(1, tokens // divisor), logits and max(1, logits // divisor)
+        rows = [*((matrix, tokens) for matrix in self.layers), (self.vocabulary, logits)]
+        return tuple(
+            matmul
+            for matrix, count in rows
+            for matmul in _list_matrix_matmuls(
+                matrix.name, count, matrix.outputs, matrix.inputs, matrix.count, self.layouts
+            )
+        )
+
+
+def _describe_batch(
+    model: LlamaModel | GlmModel | AutoModel,
+    tokens: int,
+    logits: int,
+    layouts: tuple[MatmulLayout, ...],
+    tp: int,
+) -> BatchMatmuls:
+    """Return the matmuls with weights of one device of a tensor-parallel group for so many tokens
+    and logits. A vocabulary that the group divides is padded, and its padding is included.
+    """
+    matrices = families.find_family(model.family).layer_matrices(model)
+    return BatchMatmuls(
+        tokens=tokens,
+        logits=logits,
+        layouts=layouts,
+        layers=tuple(
+            WeightMatrix(
+                name=matrix.name,
+                outputs=matrix.outputs // tp if matrix.divided == "outputs" else matrix.outputs,
+                inputs=matrix.inputs // tp if matrix.divided == "inputs" else matrix.inputs,
+                count=model.layers,
+            )
+            for matrix in matrices
+        ),
+        vocabulary=WeightMatrix(
+            name=VOCABULARY, outputs=count_vocab_rows(model.vocab, tp), inputs=model.hidden
+        ),
+    )
+
+
 def list_model_matmuls(
     model: LlamaModel | GlmModel | AutoModel,
     tokens: int,
@@ -57,23 +129,9 @@ def list_model_matmuls(
     tp: int = 1,
 ) -> tuple[Matmul, ...]:
     """Return the matmuls with weights of one device of a tensor-parallel group, over all layers,
-    for so many tokens and logits, in each of the layouts: those of each layer matrix, with the
-    number of layers as `count`, then those of the vocabulary (none for 0 logits).
-
-    Large ones are split by rows into two entries. A vocabulary that the group divides is padded,
-    and its padding is included.
+    for so many tokens and logits, in each of the layouts (`BatchMatmuls.list_shapes`).
     """
-    out: list[Matmul] = []
-    for matrix in families.find_family(model.family).layer_matrices(model):
-        outputs = matrix.outputs // tp if matrix.divided == "outputs" else matrix.outputs
-        inputs = matrix.inputs // tp if matrix.divided == "inputs" else matrix.inputs
-        out += _list_matrix_matmuls(matrix.name, tokens, outputs, inputs, model.layers, layouts)
-    return (
-        *out,
-        *_list_matrix_matmuls(
-            VOCABULARY, logits, count_vocab_rows(model.vocab, tp), model.hidden, 1, layouts
-        ),
-    )
+    return _describe_batch(model, tokens, logits, layouts, tp).list_shapes()
 
 
 def _list_matrix_matmuls(
@@ -124,22 +182,26 @@ LOGIT_COUNTS: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def list_case_matmuls(
-    case: Case, tp: int, counts: Mapping[str, int] | None = None, divisor: int = 1
-) -> tuple[Matmul, ...]:
-    """Return the matmuls of one batch of a case, or of one with `divisor` times fewer tokens and
-    logits (at least 1 of each that it has), on one device of a tensor-parallel group; forward only
-    in scoring, backward too in training.
+def describe_case_batch(
+    case: Case, tp: int, counts: Mapping[str, int] | None = None
+) -> BatchMatmuls:
+    """Return the matmuls of one batch of a case on one device of a tensor-parallel group; forward
+    only in scoring, backward too in training.
 
     `counts` are those of a pass or step ("tokens", "logits", "samples"), if they are known: they
     say how many tokens and logits a batch has.
     """
     tokens, logits = count_tokens_and_logits(case, counts)
-    if divisor > 1:
-        tokens, logits = max(1, tokens // divisor), logits and max(1, logits // divisor)
-    return list_model_matmuls(
-        case.question.model, tokens, logits, case.question.kind_row.products, tp
-    )
+    return _describe_batch(case.question.model, tokens, logits, case.question.kind_row.products, tp)
+
+
+def list_case_matmuls(
+    case: Case, tp: int, counts: Mapping[str, int] | None = None, divisor: int = 1
+) -> tuple[Matmul, ...]:
+    """Return the shapes of the matmuls of one batch of a case (`describe_case_batch`), or of one
+    with `divisor` times fewer tokens and logits.
+    """
+    return describe_case_batch(case, tp, counts).list_shapes(divisor)
 
 
 def count_tokens_and_logits(case: Case, counts: Mapping[str, int] | None = None) -> tuple[int, int]:

@@ -10,10 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from steelyard.accelerators.events import Clock
 from steelyard.case.case import Case
 from steelyard.case.resolve import ResolvedCase
 from steelyard.metrics import metric_table, validity
+from steelyard.metrics.standing import derive_status
 from steelyard.plan.degrees import Plan
 from steelyard.record import record
 from steelyard.record.record import (
@@ -30,8 +33,10 @@ from steelyard.record.record import (
     Reason,
     Record,
     Scope,
+    WeightsKind,
 )
 from steelyard.record.run_facts import (
+    CalibrationFacts,
     Environment,
     HostFacts,
     RankFacts,
@@ -41,10 +46,13 @@ from steelyard.record.run_facts import (
     TelemetrySeries,
     WeightsFacts,
 )
+from steelyard.run.calibrate import CalibratedRates
 from steelyard.run.checked_request import ResumePoint
 from steelyard.run.clock import now
 from steelyard.run.failure import Failure, RankResults
+from steelyard.run.messages import CalibrationMessage
 from steelyard.run.worker_files import RankFile
+from steelyard.schema import describe_first_problem
 from steelyard.tasks.task import Task
 
 
@@ -74,16 +82,19 @@ def make_draft(
     plan: Plan,
     scope: Scope,
     telemetry: list[TelemetrySeries],
+    providers: dict[str, str] | None = None,
     hosts: Sequence[HostFacts] = (),
     restarts: Sequence[Restart] = (),
     checkpoints: str | None = None,
     stepped_down: StepDown | None = None,
+    asked_weights: WeightsKind | None = None,
 ) -> Record:
     """Return a record with what the parent knows of a run and nothing of its ranks: status `failed`
     without reasons, no data, samples or metrics, a key for unknown data, and no hashes. `created`
     is an ISO time, `site` what the record states of the site file, `scope` how much of the question
-    is run, `checkpoints` their folder relative to the record, `stepped_down` a first attempt that
-    ran out of memory. Nothing is written.
+    is run, `providers` the other packages that bring a part of it (None: none), `checkpoints` their
+    folder relative to the record, `stepped_down` a first attempt that ran out of memory,
+    `asked_weights` whether a checkpoint was named. Nothing is written.
     """
     case = resolved.case
     return Record(
@@ -110,6 +121,7 @@ def make_draft(
         tune=case.tune,
         plan=plan,
         engine=engine,
+        providers=providers or {},
         environment=environment,
         site=site,
         weights=WeightsFacts(source=None),
@@ -129,6 +141,7 @@ def make_draft(
         restarts=list(restarts),
         checkpoints=checkpoints,
         stepped_down=stepped_down,
+        asked_weights=asked_weights,
     )
 
 
@@ -153,12 +166,13 @@ def assemble_record(
     updates: dict[str, Any] = {
         "environment": add_library_versions(draft.environment, first),
         "passes": [
-            _to_parent_clock(window, hosts.get(window.rank))
+            _to_parent_clock(_add_borders(window, results), hosts.get(window.rank))
             for rank_file in rank_files
             for window in rank_file.windows
         ],
         "ranks": [
-            _make_rank_facts(rank_file, hosts.get(rank_file.rank)) for rank_file in rank_files
+            _make_rank_facts(rank_file, hosts.get(rank_file.rank), results)
+            for rank_file in rank_files
         ],
         "samples": [sample for rank_file in rank_files for sample in rank_file.samples],
         "profile": [rank_file.profile for rank_file in rank_files if rank_file.profile is not None],
@@ -177,7 +191,7 @@ def assemble_record(
         updates["failure"] = make_failure_facts(
             failure, results, None if host is None else host.name
         )
-    updates["budget"] = _make_budget(times, first, clock())
+    updates["budget"] = _make_budget(times, first, results.calibrations.get((0, "after")), clock())
     return finish_record(draft.model_copy(update=updates), failure)
 
 
@@ -185,14 +199,14 @@ def finish_record(draft: Record, failure: Failure | None) -> Record:
     """Derive metrics, checks, reasons, notes, quality and status of a record, and return a copy
     with them and its hashes set (sealed).
 
-    The status is `failed` with a `failure`, which becomes the first reason, else `invalid` if there
-    is a reason against it, else `valid`.
+    The status follows from `failure`, which becomes the first reason, and the codes of the reasons
+    (`derive_status`).
     """
     values = metric_table.derive_metrics(draft)
     checks, reasons, notes, quality = validity.judge_record(draft, values)
     if failure is not None:
         reasons = [Reason(code=failure.code, text=failure.text), *reasons]
-    status = "failed" if failure is not None else "invalid" if reasons else "valid"
+    status = derive_status(failure is not None, (reason.code for reason in reasons))
     updates = {
         "metrics": values,
         "checks": checks,
@@ -204,22 +218,90 @@ def finish_record(draft: Record, failure: Failure | None) -> Record:
     return record.seal_record(draft.model_copy(update=updates))
 
 
-def _make_rank_facts(rank_file: RankFile, host: HostFacts | None) -> RankFacts:
-    """Return what the record states of a rank, from its rank file, with the name of its host if
-    that is known (`host` is not None).
+def _make_rank_facts(
+    rank_file: RankFile, host: HostFacts | None, results: RankResults
+) -> RankFacts:
+    """Return what the record states of a rank: from its rank file, the matmul rates of its device
+    from the processes that timed them, and the name of its host if that is known (`host` is not
+    None).
     """
-    facts = rank_file.to_rank_facts()
-    return facts if host is None else RankFacts(host=host.name, **facts.model_dump())
+    facts = rank_file.to_rank_facts().model_dump()
+    before, after = (
+        results.calibrations.get((rank_file.rank, stage)) for stage in ("before", "after")
+    )
+    rates: dict[str, Any] = {"matmul_flops_per_s": None}
+    if before is not None:
+        rates = _make_calibration_fields(before, after, rank_file)
+    return RankFacts(**({} if host is None else {"host": host.name}), **facts, **rates)
+
+
+def _make_calibration_fields(
+    before: CalibrationMessage, after: CalibrationMessage | None, rank_file: RankFile
+) -> dict[str, Any]:
+    """Return the fields of RankFacts with the matmul rates of a rank's device, from those timed
+    before and after the passes; rates that do not fit their model are a problem as well.
+    """
+    problems: dict[str, str] = {}
+    rates: dict[str, CalibratedRates] = {}
+    for message in filter(None, (before, after)):
+        try:
+            rates[message.stage] = CalibratedRates.model_validate(message.rates)
+        except ValidationError as error:
+            problems[message.stage] = describe_first_problem(error)
+        if message.problem is not None:
+            problems[message.stage] = message.problem
+    first, last = (rates.get(stage, CalibratedRates()) for stage in ("before", "after"))
+    cpu_rates = {
+        stage: one.matmul_cpu_rates for stage, one in rates.items() if one.matmul_cpu_rates
+    }
+    collectives = None if rank_file.all_reduce_bytes_per_s is None else "worker"
+    calibration = CalibrationFacts(
+        matmuls="process" if before.is_shipped else "third_party",
+        **({} if collectives is None else {"collectives": collectives}),
+        **({"problems": problems} if problems else {}),
+    )
+    measured = {
+        "matmul_flops_per_cpu_s": first.matmul_flops_per_cpu_s,
+        "matmul_cpu_rates": cpu_rates,
+        "matmul_flops_per_s_after": last.matmul_flops_per_s,
+        "matmuls": first.matmuls,
+    }
+    return {
+        "matmul_flops_per_s": first.matmul_flops_per_s,
+        **{name: value for name, value in measured.items() if value},
+        "calibration": calibration,
+    }
+
+
+def _add_borders(window: PassFacts, results: RankResults) -> PassFacts:
+    """Return the window of a pass with what the agent saw of it: when it began and ended, and
+    within how many seconds it saw that; all None unless it saw both. What the rank itself says of
+    them does not count.
+    """
+    begin, end = (
+        results.borders.get((window.rank, window.pass_name, event)) for event in ("begin", "end")
+    )
+    seen = (
+        (None, None, None)
+        if begin is None or end is None
+        else (begin.t_s, end.t_s, max(begin.within_s, end.within_s))
+    )
+    names = ("seen_start_s", "seen_end_s", "seen_within_s")
+    return window.model_copy(update=dict(zip(names, seen, strict=True)))
 
 
 def _to_parent_clock(window: PassFacts, host: HostFacts | None) -> PassFacts:
-    """Return the window of a pass (its `PassFacts`) as a copy with `start_s` corrected for the
-    drift of the host's clock; the same object without a host.
+    """Return the window of a pass (its `PassFacts`) as a copy with its times since the start of the
+    run corrected for the drift of the host's clock; the same object without a host.
     """
-    return (
-        window
-        if host is None
-        else window.model_copy(update={"start_s": host.to_parent_clock(window.start_s)})
+    if host is None:
+        return window
+    times = {name: getattr(window, name) for name in ("start_s", "seen_start_s", "seen_end_s")}
+    return window.model_copy(
+        update={
+            name: None if time_s is None else host.to_parent_clock(time_s)
+            for name, time_s in times.items()
+        }
     )
 
 
@@ -272,17 +354,22 @@ def _merge_outputs(
 
 
 def _make_budget(
-    times: RunTimes, first_rank_file: RankFile | None, sealed_s: float
+    times: RunTimes,
+    first_rank_file: RankFile | None,
+    calibration_after: CalibrationMessage | None,
+    sealed_s: float,
 ) -> dict[str, float]:
     """Return wall seconds by part, from the start of the run to its record at `sealed_s`; the parts
     add up to all of it.
 
     `start`: until agents are started. `agents`: until every host was connected, checked and told to
     start. `launch`: what the parts of rank 0's own budget, which follow, leave of the workers'
-    time, such as interpreter start. `record`: from the workers' end. `first_attempt`: the whole
-    first attempt, if it ran out of memory; the other parts are then those of the second.
+    time, such as interpreter start. `calibrate_after`: matmuls timed after the passes, if they
+    were. `record`: from the workers' end. `first_attempt`: the whole first attempt, if it ran out
+    of memory; the other parts are then those of the second.
     """
     parts = first_rank_file.budget if first_rank_file else {}
+    after = {} if calibration_after is None else {"calibrate_after": calibration_after.time_s}
     attempt_start_s = times.origin_s if times.second_attempt_s is None else times.second_attempt_s
     return {
         **(
@@ -292,8 +379,11 @@ def _make_budget(
         ),
         "start": times.agents_started_s - attempt_start_s,
         "agents": times.workers_started_s - times.agents_started_s,
-        "launch": times.ended_s - times.workers_started_s - sum(parts.values()),
+        "launch": (
+            times.ended_s - times.workers_started_s - sum(parts.values()) - sum(after.values())
+        ),
         **parts,
+        **after,
         "record": sealed_s - times.ended_s,
     }
 

@@ -1,20 +1,23 @@
 """Measure the matmul rate of a device in the run that uses it: one large square matmul, and the
 case's own shapes.
 
-Called by run/worker.py before the first pass, and again after the last. The rates are the base of
-the metric `mfu_achievable`.
+Called in a process of its own (run/calibration_worker.py) before the engine is imported, and again
+after the last pass. The rates are the base of the metric `mfu_achievable`, and the limit on the
+rates of passes.
 """
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+
+from pydantic import Field
 
 from steelyard.accelerators.events import Clock, get_clock_name
 from steelyard.engine.framework import Framework
 from steelyard.plan.matmuls import Matmul
-from steelyard.record.run_facts import MatmulRate
+from steelyard.record.run_facts import MatmulRate, Rate
 from steelyard.run.clock import now, read_cpu_time_s
 from steelyard.run.measure import measure_mean_time_s
+from steelyard.schema import FrozenModel
 
 SQUARE_S = 0.3
 SHAPES_S = 0.4  # seconds for all shapes, divided by their share of the FLOPs
@@ -30,25 +33,39 @@ STRETCH_CALLS = 3  # fewest calls in a part: a thread that ends late would disto
 ShapesForSmallerBatch = Callable[[int], tuple[Matmul, ...]]  # n → shapes of a batch 1/n in size
 
 
+class CalibratedRates(FrozenModel):
+    """Rates of matmuls that were timed on one device, in FLOP/s: `matmul_flops_per_s` of a large
+    square one (None: another program drives the device), the same over the CPU time of this process
+    (`matmul_flops_per_cpu_s`; None: it used none, or was not timed long enough), and in several
+    short timings (`matmul_cpu_rates`; only on a device that is the host's own CPU); `matmuls`, the
+    case's own shapes (may be empty).
+    """
+
+    matmul_flops_per_s: Rate | None = None
+    matmul_flops_per_cpu_s: Rate | None = None
+    matmul_cpu_rates: list[Rate] = Field(default_factory=list)
+    matmuls: list[MatmulRate] = Field(default_factory=list)
+
+
 def calibrate_matmuls(
     framework: Framework,
     precision: str,
     shapes_of: ShapesForSmallerBatch,
     clock: Clock = now,
     cpu_clock: Clock = read_cpu_time_s,
-) -> dict[str, Any]:
-    """Time matmuls in `precision` and return fields for the rank file: `matmul_flops_per_s` of a
-    large square matmul and `matmuls`, the rate of each of the case's shapes (may be empty).
+) -> CalibratedRates:
+    """Time matmuls in `precision` and return the rates of a large square matmul and of each of the
+    case's shapes.
 
     `matmul_flops_per_cpu_s` is the square rate over this process's CPU time, if any was used; on a
     device that is the host's own CPU, `matmul_cpu_rates` has the same in up to `STRETCHES` parts of
-    the timing under `before`. Empty if another program drives the device. `shapes_of(n)` returns
-    the matmul shapes of a batch that is n times smaller than the case's; `cpu_clock` reads CPU time
-    in seconds.
+    the timing. Without any rates if another program drives the device. `shapes_of(n)` returns the
+    matmul shapes of a batch that is n times smaller than the case's; `cpu_clock` reads CPU time in
+    seconds.
     """
     square = framework.prepare_square_matmul(precision)
     if square is None:
-        return {}
+        return CalibratedRates()
     work, flops = square
     calls, marks, marks_cpu_time = 0, [], _is_host_cpu(framework)
 
@@ -66,13 +83,12 @@ def calibrate_matmuls(
     begin = cpu_clock()
     rate = flops / measure_mean_time_s(work_and_mark, framework, SQUARE_S, clock)
     used_s = cpu_clock() - begin
-    measured: dict[str, Any] = {
-        "matmul_flops_per_s": rate,
-        "matmuls": _time_shapes(framework, precision, shapes_of, rate, clock),
-    }
-    measured |= {"matmul_flops_per_cpu_s": flops * calls / used_s} if used_s else {}
-    rates = _compute_rates([begin, *marks], STRETCH_CALLS * flops)
-    return measured | ({"matmul_cpu_rates": {"before": rates}} if rates else {})
+    return CalibratedRates(
+        matmul_flops_per_s=rate,
+        matmul_flops_per_cpu_s=flops * calls / used_s if used_s else None,
+        matmul_cpu_rates=_compute_rates([begin, *marks], STRETCH_CALLS * flops),
+        matmuls=_time_shapes(framework, precision, shapes_of, rate, clock),
+    )
 
 
 def recalibrate_square_matmul(
@@ -81,18 +97,32 @@ def recalibrate_square_matmul(
     rate: float,
     clock: Clock = now,
     cpu_clock: Clock = read_cpu_time_s,
-) -> list[float]:
-    """Time the square matmul again after the passes and return its rates over CPU time, in FLOP/s,
-    for at most `STRETCHES` parts of the timing.
-
-    Timings of up to `STRETCH_CALLS` calls are made as long as they fit into `AFTER_S` seconds, at
-    least one; `rate` is the FLOP/s measured before the passes, by which that is predicted. Empty if
-    the device is not the host's own CPU.
+) -> CalibratedRates:
+    """Time the square matmul again after the passes, for `AFTER_S` seconds, and return its rate or,
+    on a device that is the host's own CPU, its rates over CPU time for at most `STRETCHES` parts of
+    the timing. `rate` is the FLOP/s measured before the passes. Without any rates if another
+    program drives the device.
     """
-    square = framework.prepare_square_matmul(precision) if _is_host_cpu(framework) else None
+    square = framework.prepare_square_matmul(precision)
     if square is None:
-        return []
+        return CalibratedRates()
     work, flops = square
+    if _is_host_cpu(framework):
+        rates = _time_over_cpu_time(work, flops, rate, clock, cpu_clock)
+        return CalibratedRates(matmul_cpu_rates=rates)
+    work()  # a library's initialization is not timed
+    return CalibratedRates(
+        matmul_flops_per_s=flops / measure_mean_time_s(work, framework, AFTER_S, clock)
+    )
+
+
+def _time_over_cpu_time(
+    work: Callable[[], object], flops: int, rate: float, clock: Clock, cpu_clock: Clock
+) -> list[float]:
+    """Return the rates of `work` over CPU time, in FLOP/s: timings of up to `STRETCH_CALLS` calls
+    of `flops` FLOPs each are made as long as they fit into `AFTER_S` seconds, at least one; `rate`
+    is the FLOP/s by which that is predicted.
+    """
     calls = max(1, min(STRETCH_CALLS, int(AFTER_S * rate / flops)))
     begin, marks = clock(), []
     if calls > 1:

@@ -24,7 +24,7 @@ from steelyard.engine.ceiling_rows import (
     UnavailableError,
 )
 from steelyard.engine.framework import Framework
-from steelyard.errors import RequestError
+from steelyard.errors import RequestError, clean_error_line
 from steelyard.metrics.ceiling_rates import select_settled_stretches
 from steelyard.plan.degrees import Plan
 from steelyard.record.ceilings_record import BenchLimits, BenchTimings, ErrorCheck, TimedCalls
@@ -33,6 +33,7 @@ from steelyard.run.measure import time_calls
 from steelyard.run.messages import HostSpec
 from steelyard.run.rank_process import RankProcess, run_rank_process
 from steelyard.schema import FrozenModel
+from steelyard.words import Message
 
 # A stretch is short compared with the seconds in which a device warms up and lowers its clock. Five
 # in a row that agree within 2 % show that it has settled: at its power limit, a device's clock is
@@ -45,6 +46,8 @@ MAX_ERROR = 1e30  # a larger error is stored as None, as NaN is
 REASON_CHARS = 300
 
 MaxOverRanks = Callable[[float], float]  # returns the maximum over all ranks
+# words an exception of a row in a precision (None: it has none)
+ErrorExplainer = Callable[[Exception, str | None], Message]
 
 FRAMEWORK = "torch"
 
@@ -52,6 +55,13 @@ FRAMEWORK = "torch"
 def max_of_one_rank(value: float) -> float:
     """Return the value itself: the maximum over all ranks where there is only this one."""
     return value
+
+
+def explain_as_failed(error: Exception, precision: str | None) -> Message:
+    """Return a message that says only that a row failed, whatever the exception was: the default of
+    an `ErrorExplainer`.
+    """
+    return Message("ceiling.failed")
 
 
 def time_until_settled(
@@ -105,7 +115,8 @@ class CeilingBenchmarker:
 
     `limits` says how long a row is timed; its `total_s` counts from the creation of this object,
     and later rows are not tried. `max_over_ranks` returns the maximum of a value over all ranks, a
-    collective call, and is used for rows that all ranks must run together.
+    collective call, and is used for rows that all ranks must run together. `explain_error` words
+    the exception of a row.
     """
 
     def __init__(
@@ -116,6 +127,7 @@ class CeilingBenchmarker:
         clock: Clock,
         origin_s: float,
         max_over_ranks: MaxOverRanks = max_of_one_rank,
+        explain_error: ErrorExplainer = explain_as_failed,
     ) -> None:
         """Store the settings of this rank's benchmarker and take the time from which
         `limits.total_s` counts; nothing is run. `origin_s` is the start of the run on `clock`, from
@@ -123,6 +135,7 @@ class CeilingBenchmarker:
         """
         self.device, self.rank, self.limits = device, rank, limits
         self.clock, self.origin_s, self.max_over_ranks = clock, origin_s, max_over_ranks
+        self.explain_error = explain_error
         self._begin = clock()
         self._rates: dict[tuple[str, str | None, str], float] = {}
 
@@ -138,21 +151,21 @@ class CeilingBenchmarker:
         """
         max_over_ranks = self.max_over_ranks if row.all_ranks else max_of_one_rank
         if row.unavailable is not None:
-            return self._make_bench(row, reason=row.unavailable[:REASON_CHARS])
+            return self._make_bench(row, row.unavailable)
         if max_over_ranks(float(self.clock() - self._begin > self.limits.total_s)):
             return self._make_bench(
-                row, reason=f"not run: the total time of {self.limits.total_s:g} s was over"
+                row, Message("ceiling.no_time", {"total_s": self.limits.total_s})
             )
         key = (row.group, row.precision, row.kind)
-        operation, reason = self._prepare_operation(
+        operation, absent = self._prepare_operation(
             row, self._rates.get(key) or self._guess_rate(row)
         )
         if max_over_ranks(float(operation is None)) or operation is None:
-            return self._make_bench(row, reason=reason or "not available on another rank")
+            return absent or self._make_bench(row, Message("ceiling.other_rank"))
         try:
             bench = self._check_and_time(row, operation, max_over_ranks)
         except Exception as error:  # noqa: BLE001  a kernel that a device has not may raise anything; it is the reason
-            return self._make_bench(row, reason=_format_reason(error))
+            return self._make_failed_bench(row, error)
         if bench.stretches and bench.amount is not None and bench.stretches[-1].time_s > 0:
             last = bench.stretches[-1]
             self._rates[key] = max(
@@ -162,17 +175,17 @@ class CeilingBenchmarker:
 
     def _prepare_operation(
         self, row: CeilingRow, rate: float | None
-    ) -> tuple[PreparedCeiling | None, str | None]:
+    ) -> tuple[PreparedCeiling | None, BenchTimings | None]:
         """Prepare the operation of a row for calls that take at most `CALL_SHARE` of a row's time
-        at the expected `rate` (FLOP/s or B/s; None: unknown); return (operation, None), or (None,
-        reason) for any error, the reason cut to `REASON_CHARS`.
+        at the expected `rate` (FLOP/s or B/s; None: unknown); return (operation, None), or for any
+        error (None, bench that gives the reason).
         """
         try:
             return row.prepare(CallBudget(rate, CALL_SHARE * self.limits.limit_s)), None
         except UnavailableError as error:
-            return None, str(error)[:REASON_CHARS]
+            return None, self._make_bench(row, error.reason)
         except Exception as error:  # noqa: BLE001  as above
-            return None, _format_reason(error)
+            return None, self._make_failed_bench(row, error)
 
     def _guess_rate(self, row: CeilingRow) -> float | None:
         """Return the rate to expect of a row of whose kind none was timed yet: `GUESSED_SHARE` of
@@ -200,9 +213,7 @@ class CeilingBenchmarker:
             checked = ErrorCheck(error=error if abs(error) < MAX_ERROR else None, bound=bound)
             bench = bench.model_copy(update={"checked": checked})
             if max_over_ranks(float(not checked.is_within_bound)):
-                reason = (
-                    None if not checked.is_within_bound else "the result is wrong on another rank"
-                )
+                reason = Message("ceiling.wrong_elsewhere") if checked.is_within_bound else None
                 return bench.model_copy(update={"reason": reason})
         if row.unit == "B":
             return bench
@@ -211,9 +222,12 @@ class CeilingBenchmarker:
         )
         return bench.model_copy(update={"stretches": stretches})
 
-    def _make_bench(self, row: CeilingRow, reason: str | None = None) -> BenchTimings:
+    def _make_bench(
+        self, row: CeilingRow, reason: Message | str | None = None, error_text: str | None = None
+    ) -> BenchTimings:
         """Return the bench (raw timings) of a benchmark row on this rank, still without amount,
-        detail and stretches; `reason` says why it stays so (None: it is to be timed).
+        detail and stretches; `reason` says why it stays so (None: it is to be timed), a sentence
+        cut to `REASON_CHARS`, and `error_text` quotes the exception behind it.
         """
         return BenchTimings(
             group=row.group,
@@ -222,18 +236,19 @@ class CeilingBenchmarker:
             rank=self.rank,
             unit=row.unit,
             detail={},
-            reason=reason,
+            reason=reason[:REASON_CHARS] if isinstance(reason, str) else reason,
+            error_text=error_text,
         )
 
-
-def _format_reason(error: Exception) -> str:
-    """Return the type and the first line of an error, cut to `REASON_CHARS`: some errors list every
-    kernel that exists.
-    """
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}".rstrip(": ")[
-        :REASON_CHARS
-    ]
+    def _make_failed_bench(self, row: CeilingRow, error: Exception) -> BenchTimings:
+        """Return the bench of a row that raised an exception: the reason in our words, and the type
+        and first line of the exception as `error_text`. A RequestError is raised by a kernel of
+        ours; its text alone says what the kernel needs.
+        """
+        if isinstance(error, RequestError):
+            return self._make_bench(row, Message("ceiling.refused"), clean_error_line(str(error)))
+        error_text = clean_error_line(f"{type(error).__name__}: {str(error).strip()}").rstrip(": ")
+        return self._make_bench(row, self.explain_error(error, row.precision), error_text)
 
 
 class CeilingsSpec(FrozenModel):
@@ -323,7 +338,13 @@ class CeilingsWorker(RankProcess):
         is reported as progress.
         """
         benchmarker = CeilingBenchmarker(
-            framework, self.rank, self.spec.limits, now, self.host.origin_s, ceilings.all_reduce_max
+            framework,
+            self.rank,
+            self.spec.limits,
+            now,
+            self.host.origin_s,
+            ceilings.all_reduce_max,
+            ceilings.explain_error,
         )
         for done, row in enumerate(rows):
             label = " ".join(filter(None, (row.group, row.name, row.precision)))

@@ -18,15 +18,19 @@ TRIES = 8
 
 PINGS = 8  # sent one right after the other when `hello` has arrived
 
+# Bound here, before an engine is imported that may replace those of the module.
+_read_monotonic_s, _read_process_s = time.monotonic, time.process_time
+_read_clock_s, _sleep_s = time.clock_gettime, time.sleep
+
 
 def now() -> float:
     """Return monotonic seconds; all processes of one host have the same timeline."""
-    return time.monotonic()
+    return _read_monotonic_s()
 
 
 def read_cpu_time_s() -> float:
     """Return the CPU seconds that all threads of this process have used so far."""
-    return time.process_time()
+    return _read_process_s()
 
 
 def read_all_clocks() -> dict[str, float]:
@@ -48,7 +52,7 @@ def _read_clocks_once() -> tuple[float, dict[str, float]]:
     readings = {"monotonic": begin}
     for name, constant in OTHER_CLOCKS.items():
         if hasattr(time, constant):
-            readings[name] = time.clock_gettime(getattr(time, constant))
+            readings[name] = _read_clock_s(getattr(time, constant))
     with suppress(OSError, ValueError, IndexError):  # a system without it
         readings["uptime"] = float(UPTIME.read_text().split()[0])
     return now() - begin, readings
@@ -61,7 +65,7 @@ def read_utc_time() -> str:
 
 def sleep(seconds: float) -> None:
     """Suspend this thread for so many seconds."""
-    time.sleep(seconds)
+    _sleep_s(seconds)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ compiler caches and the Python of the workers.
 Used by the node agent (run/host.py) for the record's environment. No framework is imported: modules
 are looked for, not loaded. An engine may live in another Python (`engine.python`): the agent starts
 that one as `python -P -m steelyard.run.environment MODULE...`, which prints an `InterpreterFacts`
-as one line of JSON.
+as one line of JSON. What an engine's workers can import is identified there too
+(run/engine_identity.py).
 
 By default torch and Triton keep their caches in the shared temporary folder and load machine code
 from there, no matter who wrote it. Workers get cache folders that only their user can write, and
@@ -26,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from steelyard import __version__, accelerators, files, plugins
 from steelyard.accelerators import environment_variables as names
 from steelyard.accelerators.cpu import read_model_name
+from steelyard.accelerators.peaks import Peak
 from steelyard.accelerators.row import Accelerator, DetectedDevice
 from steelyard.errors import MORE_MEMORY_HINT, OUT_OF_MEMORY_LINE, RequestError
 from steelyard.record.run_facts import (
@@ -41,6 +43,7 @@ from steelyard.record.run_facts import (
     Software,
     SourceFacts,
 )
+from steelyard.run.engine_identity import EngineIdentity
 from steelyard.schema import FrozenModel
 
 PACKAGES = (
@@ -84,6 +87,8 @@ CACHE_HINT = "set XDG_CACHE_HOME to a folder of yours"
 INSPECT_S = 60.0  # a first import over a network file system is slow
 REFUSED = 65  # EX_DATAERR of sysexits.h: the last line of stderr is the whole reason
 INSPECT_ARGUMENTS = ["-P", "-m", "steelyard.run.environment"]
+IDENTIFY_ARGUMENTS = ["-P", "-m", "steelyard.run.engine_identity"]
+IDENTIFY_S = 20.0  # it takes half a second of CPU time; a network file system is slow
 
 
 def describe_host(
@@ -186,19 +191,35 @@ def _describe_hardware(accelerator: Accelerator, devices: list[DetectedDevice]) 
         devices=[
             DeviceFacts(name=d.name, uuid=d.uuid, memory_bytes=d.memory_bytes) for d in devices
         ],
-        peak=_find_shared_peak(accelerator, devices),
+        peak=_make_peak_facts(_find_shared_peak(accelerator, devices)),
     )
 
 
-def _find_shared_peak(accelerator: Accelerator, devices: list[DetectedDevice]) -> PeakFacts | None:
+def _find_shared_peak(accelerator: Accelerator, devices: list[DetectedDevice]) -> Peak | None:
     """Return the datasheet row of the devices (peak FLOP/s and bandwidth), or None if there are no
     devices, their row is unknown, or they do not all have the same.
     """
     rows = [accelerators.find_peak(accelerator, device) for device in devices]
-    if not rows or rows[0] is None or any(row != rows[0] for row in rows):
-        return None
+    return rows[0] if rows and all(row == rows[0] for row in rows) else None
+
+
+def _make_peak_facts(peak: Peak | None) -> PeakFacts | None:
+    """Return what a record states of a datasheet row; None for None."""
     recorded = {"name", "flops_per_s", "bandwidth_bytes_per_s", "source", "note"}
-    return PeakFacts(**rows[0].model_dump(mode="json", include=recorded))
+    return None if peak is None else PeakFacts(**peak.model_dump(mode="json", include=recorded))
+
+
+def find_host_providers(accelerator: Accelerator, devices: list[DetectedDevice]) -> dict[str, str]:
+    """Return the package that brings the row of this host's accelerator as `accelerator`, and if
+    the devices' datasheet peak is one of that row's, and not of peaks.toml, the same as `peak`;
+    empty if the row is this package's own.
+    """
+    provider = plugins.find_provider(accelerators.ENTRY_POINT_GROUP, accelerator.name)
+    if provider is None:
+        return {}
+    peak = _find_shared_peak(accelerator, devices)
+    parts = ("accelerator", "peak") if peak in accelerator.peaks else ("accelerator",)
+    return dict.fromkeys(parts, str(provider))
 
 
 def _describe_software(devices: list[DetectedDevice], variables: Mapping[str, str]) -> Software:
@@ -426,6 +447,43 @@ def _check_interpreter(interpreter: InterpreterFacts, label: str, install: str) 
         raise RequestError(
             f"{label} has no {interpreter.lacking[0]}, and the engine needs it; install it there"
         )
+
+
+def identify_engine(
+    path: str, modules: Sequence[str], variables: Mapping[str, str]
+) -> EngineIdentity:
+    """Start the Python at `path` in a process and return the identity of the engine that these
+    modules implement there. `variables` is its whole environment, that of the workers.
+
+    Nothing is raised: if it cannot be started, fails, or takes longer than `IDENTIFY_S` seconds,
+    the hash is None and `problem` says so.
+    """
+    try:
+        completed = subprocess.run(
+            [path, *IDENTIFY_ARGUMENTS, *modules],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=IDENTIFY_S,
+            env=dict(variables),
+            check=False,
+        )
+    except OSError as error:
+        return EngineIdentity(problem=f"{path!r} cannot be started: {error.strerror or error}")
+    except subprocess.TimeoutExpired:
+        return EngineIdentity(problem=f"reading the files took more than {IDENTIFY_S:g} s")
+    # code that Python runs as it starts may print before
+    answer, errors = (
+        (text.decode("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
+        for text in (completed.stdout, completed.stderr)
+    )
+    if completed.returncode:
+        return EngineIdentity(
+            problem=f"reading the files ended with exit code {completed.returncode}: {errors}"
+        )
+    try:
+        return TypeAdapter(EngineIdentity).validate_json(answer)
+    except ValidationError:
+        return EngineIdentity(problem=f"{path!r} gave no answer")
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from steelyard import accelerators, files
 from steelyard.errors import OUT_OF_MEMORY_LINE
 
 if TYPE_CHECKING:
-    from steelyard.run.messages import WorkerEnded
+    from steelyard.run.messages import BorderMessage, CalibrationMessage, WorkerEnded
     from steelyard.run.worker_files import RankFile
 
 # A rank that lost its peer fails with one of these, or names the library for collectives of an
@@ -62,7 +62,9 @@ class RankResults:
     """What all ranks left behind, by rank: the last readable rank file (`rank_files`), why a later
     one cannot be read (`unreadable`), exits and suspensions that the parent did not ask for
     (`exits`), the end of the output (`stderr_tails`), and the stack traces of a run that hung
-    (`stacks`). `agent_output` is what agents, ssh or srun printed beside messages.
+    (`stacks`). `borders` are what agents saw of the begin and end of each pass, by (rank, pass,
+    event), `calibrations` the matmul rates of each device, by (rank, stage); `agent_output` is what
+    agents, ssh or srun printed beside messages.
 
     The session adds to it as messages arrive; `find_failure` judges it. `get_stderr_tail` and
     `get_exit_code` look up one rank.
@@ -73,6 +75,8 @@ class RankResults:
     unreadable: dict[int, str] = field(default_factory=dict)
     stderr_tails: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
+    borders: "dict[tuple[int, str, str], BorderMessage]" = field(default_factory=dict)
+    calibrations: "dict[tuple[int, str], CalibrationMessage]" = field(default_factory=dict)
     agent_output: str = ""  # what agents, ssh or srun printed beside messages
 
     @property
@@ -97,6 +101,14 @@ class RankResults:
         """
         ended = None if rank is None else self.exits.get(rank)
         return None if ended is None else ended.code
+
+    def add_border(self, message: "BorderMessage") -> None:
+        """Store what an agent saw of a pass's begin or end. Of several the first begin and the last
+        end count: a rank that reports more than there are does not make its pass shorter.
+        """
+        border = (message.rank, message.pass_name, message.event)
+        if message.event == "end" or border not in self.borders:
+            self.borders[border] = message
 
     def without_rank_files(self, error: Exception) -> "RankResults":
         """Return a copy of these results without the rank files, from which no record can be made

@@ -11,16 +11,19 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 
 import psutil
 
 from steelyard import __version__, accelerators
+from steelyard.accelerators import cpu_bounds
 from steelyard.accelerators.row import Accelerator, DetectedDevice, TelemetrySource
 from steelyard.errors import RequestError
 from steelyard.record.run_facts import DeviceState, Environment, HostState, Software
 from steelyard.run import cpu_load, environment, processes
+from steelyard.run.engine_identity import EngineIdentity
 from steelyard.run.environment import InterpreterFacts
 from steelyard.run.messages import PROTOCOL, FoundDevice, HelloMessage, OpenMessage
 from steelyard.run.processes import AGENT_CLAIM
@@ -181,6 +184,7 @@ class Host:
             most=row.count_workers(self.devices),
             devices=self._describe_devices(row),
             environment=self._describe_environment(row),
+            providers=environment.find_host_providers(row, self.used_devices),
             state=read_host_state(row, self.used_devices),
             lacking=self.lacking,
             missing=[
@@ -192,7 +196,17 @@ class Host:
             interface=self.interface,
             port=None if listener is None else listener.getsockname()[1],
             problem=self.problem,
+            engine_identity=self._identify_engine(),
         )
+
+    def _identify_engine(self) -> EngineIdentity | None:
+        """Return the identity of the engine in the workers' Python; None if the `open` message does
+        not ask for it, or this host cannot take part.
+        """
+        modules = self.open_message.engine_modules
+        if modules is None or self.problem is not None:
+            return None
+        return environment.identify_engine(self.python, modules, self.make_worker_environment())
 
     def _describe_environment(self, row: Accelerator) -> Environment:
         """Return this host's hardware, software and package revision for the record; if workers run
@@ -316,12 +330,13 @@ def _listen_on_interface(interface: str) -> socket.socket:
 def read_host_state(
     accelerator: Accelerator, devices: list[DetectedDevice], root: Path = ROOT
 ) -> HostState:
-    """Return load average, cores, memory and swap in bytes, CPU governors, clock source, CPU quota
-    and NUMA nodes of this host, and the state of the given devices as the accelerator tells it;
-    what is unknown is left out. `root` is the root of the file system below which files of /proc
-    and /sys are read. Nothing is changed.
+    """Return load average, cores, memory and swap in bytes, CPU governors, clock source, CPU quota,
+    NUMA nodes and what a core can compute at most of this host, and the state of the given devices
+    as the accelerator tells it; what is unknown is left out. `root` is the root of the file system
+    below which files of /proc and /sys are read. Nothing is changed.
     """
     memory, group = _read_meminfo(root), cpu_load.find_tightest_cgroup(root)
+    core_bound = cpu_bounds.read_core_bound(root / "proc", root / CPU_FOLDER)
     fields = {
         "load_1m": _read_load_average(root),
         "cores": _count_listed(environment.read_system_file(root / CPU_FOLDER / "online"))
@@ -340,6 +355,7 @@ def read_host_state(
         "clock_source": environment.read_system_file(root / CLOCK_SOURCE) or None,
         "numa_nodes": _count_listed(environment.read_system_file(root / NUMA_FOLDER / "online"))
         or None,
+        "core_bound": None if core_bound is None else asdict(core_bound),
         "devices": [
             DeviceState.model_validate(_drop_unknown(device_state))
             for device_state in accelerator.states(devices)

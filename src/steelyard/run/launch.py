@@ -24,6 +24,7 @@ from steelyard.run.clock import now, sleep
 from steelyard.run.site import Site
 
 AGENT_ARGUMENTS = ["-P", "-m", "steelyard.run.node"]  # -P: do not import from the current folder
+ENTRY_POINT_GROUP = "steelyard.launchers"
 LOCAL_HOST = "localhost"
 
 # No passwords and no prompts, only keys and the user's ssh agent. Host keys are always checked.
@@ -147,7 +148,7 @@ def load_launchers() -> dict[str, Launcher]:
         Launcher("ssh", make_ssh_command),
         Launcher("slurm", make_srun_command, scheduler=True),
     ]
-    return plugins.load_rows_by_name(shipped, "steelyard.launchers", Launcher, "launcher")
+    return plugins.load_rows_by_name(shipped, ENTRY_POINT_GROUP, Launcher, "launcher")
 
 
 def get_launcher(name: str) -> Launcher:

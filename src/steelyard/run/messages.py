@@ -5,7 +5,7 @@ Messages are JSON lines over the agent's stdin and stdout, each with the run's t
 
     parent → agent   open · reach · start · ping · stop · sweep
     agent → parent   hello · reached · started · pong · progress · telemetry · load · rank ·
-                     exit · bye
+                     border · calibration · exit · bye
 
 `open` comes first and brings the token; a line without it is no message. A heartbeat goes both
 ways: the parent pings every second and the agent answers, which also tells how far apart their
@@ -23,6 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from steelyard import __version__
 from steelyard.record.run_facts import Environment, HostState
+from steelyard.run.engine_identity import EngineIdentity
 from steelyard.run.failure import Failure
 from steelyard.schema import FrozenModel, describe_first_problem
 
@@ -35,6 +36,8 @@ MAX_LINE_BYTES = 256 << 20
 SPEC_FILE, PROGRESS_FILE, STORE_FILE = "spec.json", "progress.json", "store"
 MAX_RANK_FILE_BYTES, MAX_PROGRESS_BYTES = 100 << 20, 64 << 10
 MARK_VARIABLE = "STEELYARD_RUN"  # set for all processes of a run, which are found by it
+# the file descriptor to which a worker writes its events, a pipe to its agent
+EVENTS_VARIABLE = "STEELYARD_EVENTS_FD"
 
 
 class WorkerProgress(FrozenModel):
@@ -46,6 +49,63 @@ class WorkerProgress(FrozenModel):
     phase: str
     done: int
     total: int
+
+
+class WorkerEvent(FrozenModel):
+    """What a worker tells its agent through the pipe of `EVENTS_VARIABLE`, as one line of JSON:
+    that the pass `pass_name` begins or ends now, or that it is `ready` to import its engine, and
+    which `batch` of matmuls its case has (a `BatchMatmuls`, which the agent passes on). The agent
+    notes on its own clock when it came; a worker that is ready waits for a byte on its stdin.
+    """
+
+    event: Literal["ready", "begin", "end"]
+    pass_name: str = ""
+    batch: dict[str, Any] | None = None
+
+
+class CalibrationSpec(FrozenModel):
+    """What the processes that time matmuls beside the workers are told, in plain values, so that
+    they load nothing of other packages: references `module:Class` of the `framework` and of its
+    `device` class (None: it has none), the `matmul` precision, whether matmuls are to be
+    `deterministic`, and whether the framework `forks`: a process that has imported it may fork
+    before it uses a device. `is_shipped`: both classes are of this package.
+    """
+
+    framework: str
+    device: str | None
+    matmul: str
+    deterministic: bool = False
+    forks: bool = False
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether framework and device class are of this package, and not of another one."""
+        return all(is_shipped(name) for name in (self.framework, self.device) if name is not None)
+
+
+CalibrationStage = Literal["before", "after"]
+
+
+class CalibrationOrder(FrozenModel):
+    """A line of JSON to a process that times matmuls: time those of the `stage` `before` the first
+    pass, in the shapes of `batch` too, or `after` the last, where `rates` are the FLOP/s of the
+    square matmul before, by local rank.
+    """
+
+    stage: CalibrationStage
+    batch: dict[str, Any] | None = None
+    rates: dict[int, float] = Field(default_factory=dict)
+
+
+class CalibrationAnswer(FrozenModel):
+    """A line of JSON from a process that times matmuls: the `rates` of the device of `local_rank`
+    (a `CalibratedRates`, which the agent passes on), or in `problem` why there are none.
+    """
+
+    local_rank: int
+    stage: CalibrationStage
+    rates: dict[str, Any] = Field(default_factory=dict)
+    problem: str | None = None
 
 
 class Rendezvous(FrozenModel):
@@ -88,7 +148,7 @@ class OpenMessage(ProtocolMessage):
     host. `accelerator` (None: detect one), number of `devices`, `matmul` precision, `needs`
     (modules that must be installed), `paths` (each a list of alternative names of which one must
     exist), network `interface` (None: that of the route to `peer`), `python` of the workers (None:
-    the agent's own).
+    the agent's own), and `engine_modules`, whose code is to be identified (None: not asked for).
 
     `environment` are the site's variables for agent and workers, `variables` the run's for its
     workers. The session sets `token`, `mark`, which marks every process of the run, and `peer`,
@@ -118,6 +178,9 @@ class OpenMessage(ProtocolMessage):
     needs: list[str] = Field(description="modules that must be installed")
     python: str | None = Field(
         None, description="the interpreter of the workers; None: the agent's own"
+    )
+    engine_modules: list[str] | None = Field(
+        None, description="modules of the engine to identify; None: do not identify it"
     )
     paths: list[list[str]] = Field(
         description="files or folders that must exist, each under one of its alternative paths"
@@ -156,6 +219,9 @@ class StartMessage(ProtocolMessage):
     )
     worker: Literal["steelyard.run.worker", "steelyard.run.ceilings_worker"] = Field(
         "steelyard.run.worker", description="the module of the workers; it reads `run`"
+    )
+    calibration: CalibrationSpec | None = Field(
+        None, description="what times matmuls before and after the passes; None: nothing does"
     )
     origin_s: float = Field(0.0, description="the start of the run on this host's clock")
     address: str | None = None
@@ -205,13 +271,14 @@ class FoundDevice(FrozenModel):
 class HelloMessage(ProtocolMessage):
     """The agent's answer to `open`, judged by the parent in run/preflight.py. What this host has:
     `accelerator`, all its `devices`, `most` (the highest number of ranks that they allow),
-    `divisible` (ranks may share a device), `environment` and `state` for the record, `version` and
-    `package` (hash of the files) of steelyard in `folder`, `python`; `machine` is the same for two
-    names of one machine.
+    `divisible` (ranks may share a device), `environment`, `providers` and `state` for the record,
+    `version` and `package` (hash of the files) of steelyard in `folder`, `python`; `machine` is the
+    same for two names of one machine.
 
     What it lacks: `lacking` modules, `missing` (indices of `paths` that do not exist), and in
     `problem` why it cannot take part, None if nothing is wrong. `address` and `port` are where its
-    socket listens, on `interface`; None on a single host.
+    socket listens, on `interface`; None on a single host. `engine_identity` is
+    that of the engine's code in the workers' Python, if `open` asked for it.
     """
 
     kind: Literal["hello"] = "hello"
@@ -229,6 +296,10 @@ class HelloMessage(ProtocolMessage):
         description="all devices of the host, those that the run uses first"
     )
     environment: Environment
+    providers: dict[str, str] = Field(
+        default_factory=dict,
+        description="the packages of the accelerator and its peak, if they are not Steelyard's own",
+    )
     state: HostState | None = None
     lacking: list[str] = Field(description="modules of `needs` that are not installed")
     missing: list[int] = Field(description="indices of `paths` that do not exist")
@@ -236,6 +307,9 @@ class HelloMessage(ProtocolMessage):
     interface: str | None
     port: int | None
     problem: str | None = Field(None, description="why this host cannot take part, in one line")
+    engine_identity: EngineIdentity | None = Field(
+        None, description="identity of the engine in the workers' Python; None: not asked for"
+    )
 
 
 class ReachedMessage(ProtocolMessage):
@@ -306,6 +380,35 @@ class LoadMessage(ProtocolMessage):
     group_s: float | None = Field(description="CPU time of the control group with the quota")
 
 
+class BorderMessage(ProtocolMessage):
+    """Says that `rank` reported the begin or end (`event`) of the pass `pass_name`, and that the
+    agent saw it at `t_s`, seconds since the start of the run on the agent's own clock, at most
+    `within_s` seconds after it was reported.
+    """
+
+    kind: Literal["border"] = "border"
+    rank: int
+    event: Literal["begin", "end"]
+    pass_name: str
+    t_s: float
+    within_s: float
+
+
+class CalibrationMessage(ProtocolMessage):
+    """The matmul `rates` of the device of `rank` (a `CalibratedRates`), timed in a process of its
+    own at this `stage`, or in `problem` why there are none; `is_shipped` says whether that process
+    loaded only this package's classes, `time_s` how long all devices of this host took.
+    """
+
+    kind: Literal["calibration"] = "calibration"
+    rank: int
+    stage: CalibrationStage
+    rates: dict[str, Any]
+    problem: str | None
+    is_shipped: bool
+    time_s: float
+
+
 class RankFileMessage(ProtocolMessage):
     """The `text` of the rank file of `rank` as it is now, finished or not, with its SHA-256; or in
     `problem` why it cannot be read, with an empty text. `problem` is None if it was read.
@@ -369,6 +472,8 @@ ToParent = Annotated[
         ProgressMessage,
         TelemetryMessage,
         LoadMessage,
+        BorderMessage,
+        CalibrationMessage,
         RankFileMessage,
         WorkerEnded,
         ByeMessage,
@@ -386,6 +491,8 @@ TO_PARENT: TypeAdapter[
     | ProgressMessage
     | TelemetryMessage
     | LoadMessage
+    | BorderMessage
+    | CalibrationMessage
     | RankFileMessage
     | WorkerEnded
     | ByeMessage
@@ -402,6 +509,11 @@ class UnknownMessageError(MessageError):
     """A message with this run's token that does not validate, because another version of steelyard
     wrote it.
     """
+
+
+def is_shipped(reference: str) -> bool:
+    """Return whether a reference `module:name` is to a module of this package."""
+    return reference.startswith(f"{__name__.partition('.')[0]}.")
 
 
 def format_rank_file_name(rank: int) -> str:

@@ -44,6 +44,7 @@ REACH_S = 5.0
 ALONE_S = 30.0  # time to end after the parent is gone: twice what it takes
 FLUSH_S = 5.0  # for the parent to read the last messages
 PARENT_GONE = Failure("parent_gone", "the parent is gone")
+WAKE = b""  # put among the parent's lines, of which none is empty, to end a wait for one
 
 
 class AgentExit(Exception):  # noqa: N818  no error: the way out of the loop
@@ -148,7 +149,8 @@ class NodeAgent:
         self._signal = number
 
     def _handle_next_message(self) -> None:
-        """Wait up to `POLL_S` seconds for a message of the parent and carry it out. Raise AgentExit
+        """Wait up to `POLL_S` seconds, or until there are news of the workers, for a message of the
+        parent and carry it out. Raise AgentExit
         if the parent's lines have ended, the pipe to it is broken, a signal came, or the parent was
         silent too long; MessageError for a line that is no message.
         """
@@ -156,9 +158,10 @@ class NodeAgent:
             line = self._lines.get(timeout=POLL_S)
             if line is None:
                 raise AgentExit(PARENT_GONE)
-            self._handle_message(messages.decode_message(line, TO_AGENT, self._token))
-            # read after the message was handled, which may take longer than `silence_s`
-            self._last_message_s = now()
+            if line != WAKE:
+                self._handle_message(messages.decode_message(line, TO_AGENT, self._token))
+                # read after the message was handled, which may take longer than `silence_s`
+                self._last_message_s = now()
         if not self._sender.is_connected:
             raise AgentExit(PARENT_GONE)
         if self._signal is not None:
@@ -216,7 +219,7 @@ class NodeAgent:
         `not_started` if the system cannot start them.
         """
         try:
-            self._ranks = HostRanks(host, start)
+            self._ranks = HostRanks(host, start, lambda: self._lines.put(WAKE))
             for message in self._ranks.start():
                 self._sender.send(message)
         # RuntimeError: a thread that cannot be started

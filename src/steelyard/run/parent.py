@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from steelyard import accelerators
+from steelyard.engine import engine_rows
 from steelyard.errors import LostError, RequestError
 from steelyard.metrics import evidence
 from steelyard.plan import auto_sizes
@@ -29,7 +30,14 @@ from steelyard.run.clock import now, read_utc_time
 from steelyard.run.connection import Connection
 from steelyard.run.failure import UNFINISHED, Failure, RankResults
 from steelyard.run.launch import Allocation
-from steelyard.run.messages import HelloMessage, OpenMessage, StartMessage
+from steelyard.run.messages import (
+    CalibrationSpec,
+    HelloMessage,
+    OpenMessage,
+    StartMessage,
+    is_shipped,
+)
+from steelyard.run.providers import find_providers
 from steelyard.run.session import ProgressCallback, Session
 from steelyard.run.worker_files import RunSpec, fill_program_rank_files
 
@@ -287,6 +295,7 @@ class CaseRun:
         one_worker = checked.engine.processes == "one"
         return StartMessage(
             run=self._make_run_spec().model_dump(mode="json", by_alias=True),
+            calibration=self._make_calibration_spec(),
             world=1 if one_worker else checked.plan.world,
             workers=1 if one_worker else checked.plan.devices,
         )
@@ -323,6 +332,7 @@ class CaseRun:
                     variables=variables,
                     needs=list(checked.engine.needs),
                     python=checked.request.engine_settings.python,
+                    engine_modules=self._list_engine_modules(),
                     paths=[names for names, _ in (*needed, *probe)],
                     silence_s=checked.site.silence_s,
                 )
@@ -341,6 +351,40 @@ class CaseRun:
         if plan.nodes > 1 and first.address is not None and first.port is not None:
             self.session.check_reachable(first.address, first.port)
 
+    def _list_engine_modules(self) -> list[str] | None:
+        """Return the modules of the engine that agents are to identify, or None if there is nothing
+        to compare its identity with: no version was tested here, and none is asked for.
+        """
+        engine = self.checked.engine
+        wanted = self.checked.request.identify or conformity.is_tested(engine)
+        return conformity.list_modules(engine) if wanted else None
+
+    def _find_engine_identity(self) -> str | None:
+        """Return the identity of the engine that all hosts of this run have, or None if they
+        differ, or one does not know it or was not asked.
+        """
+        identities = [hello.engine_identity for hello in self.hellos.values()]
+        return conformity.merge_identities(
+            None if identity is None else identity.hash for identity in identities
+        )
+
+    def _make_calibration_spec(self) -> CalibrationSpec:
+        """Return what the processes are told that time matmuls before the engine is imported and
+        after the passes: framework and device class, precision and determinism of this run.
+        """
+        case, framework = (
+            self.checked.case,
+            engine_rows.find_framework(self.checked.engine.framework),
+        )
+        accelerator = accelerators.find_accelerator(next(iter(self.hellos.values())).accelerator)
+        return CalibrationSpec(
+            framework=framework.make,
+            device=accelerator.devices.get(framework.name),
+            matmul=case.question.precision.matmul,
+            deterministic=case.tune.deterministic,
+            forks=framework.forks,
+        )
+
     def _make_run_spec(self) -> RunSpec:
         """Return the parent's part of the workers' spec for this run, the same for all workers:
         case with chosen sizes, scope, passes, engine, plan, accelerator of the first host, and
@@ -351,6 +395,7 @@ class CaseRun:
         trace = f"{checked.case.name}-{self.id[:8]}.trace.json.gz"
         paths = {"weights": request.weights, "data": request.data, "tokenizer": request.tokenizer}
         paths["checkout"] = request.engine_settings.checkout
+        framework = engine_rows.find_framework(checked.engine.framework).make
         return RunSpec(
             case=checked.case,
             scope=checked.scope,
@@ -364,6 +409,8 @@ class CaseRun:
             else None,
             explain=request.explain,
             trace=request.out.resolve() / trace if request.trace else None,
+            rehearsed_rows=request.rehearsed_rows,
+            framework=framework if is_shipped(framework) else None,
             **{name: None if path is None else path.resolve() for name, path in paths.items()},
         )
 
@@ -430,10 +477,12 @@ class CaseRun:
             key=lambda readings: self.session.hosts.index(readings.host),
         )
         host_environment = _merge_environments(list(self.hellos.values()))
-        # then the packages of that Python count
-        in_other_python = request.engine_settings.python is not None
-        conforms = conformity.read_conformity(
-            checked.engine, host_environment.software.packages if in_other_python else None
+        identity = self._find_engine_identity()
+        engine_facts = EngineFacts(
+            name=request.engine,
+            details=EngineDetails(),
+            conforms=conformity.read_conformity(checked.engine, identity),
+            identity=identity,
         )
         session, resume = self.session, checked.resume
         times = RunTimes(
@@ -445,7 +494,7 @@ class CaseRun:
         )
         draft = assemble.make_draft(
             request.resolved,
-            EngineFacts(name=request.engine, details=EngineDetails(), conforms=conforms),
+            engine_facts,
             id=self.id,
             created=self.created,
             environment=host_environment,
@@ -453,10 +502,12 @@ class CaseRun:
             plan=checked.plan,
             scope=checked.scope,
             telemetry=[readings.to_series(clocks[readings.host]) for readings in telemetry],
+            providers=find_providers(checked, list(self.hellos.values())),
             hosts=hosts,
             restarts=[] if resume is None else [resume.to_restart(request.out)],
             checkpoints=self._find_recorded_checkpoints(run_failure),
             stepped_down=self.stepped_down,
+            asked_weights="random" if request.weights is None else "checkpoint",
         )
         return assemble.assemble_record(draft, checked.case, times, results, run_failure, resume)
 

@@ -142,9 +142,10 @@ def _format_install_command(python: str) -> str:
 def check_hosts(
     hosts: dict[str, HelloMessage], case: Case, plan: Plan, needed: list[NeededPath], package: str
 ) -> list[str]:
-    """Check all hosts of a run and return warnings about memory and shared devices, each once;
-    raise RequestError for the first host that cannot take part, is the same machine as another, has
-    another steelyard, or differs from the first host in software or devices.
+    """Check all hosts of a run and return warnings about memory, shared devices and an engine that
+    cannot be identified, each once; raise RequestError for the first host that cannot take part, is
+    the same machine as another, has another steelyard, or differs from the first host in software
+    or devices.
 
     `hosts` are the `hello` messages by host; `needed` are the paths that were asked for in `open`,
     in its order, as pairs of alternative names and the message for a host that has none of them;
@@ -164,6 +165,7 @@ def check_hosts(
         _check_software(name, hello, first_name, first)
         _check_devices(name, hello, first_name, first, plan)
         warnings += _check_memory(name, hello, case, plan)
+        warnings += _check_engine_identity(name, hello)
     return list(dict.fromkeys(warnings))
 
 
@@ -260,6 +262,17 @@ def _check_devices(
             f" {_format_devices(first_devices)}; run on hosts"
             " that are alike"
         )
+
+
+def _check_engine_identity(name: str, hello: HelloMessage) -> list[str]:
+    """Return a warning if a host was asked for the identity of the engine and has none to give."""
+    identity = hello.engine_identity
+    if identity is None or identity.problem is None:
+        return []
+    return [
+        f"host {name}: whether this version of the engine conforms cannot be known:"
+        f" {identity.problem}"
+    ]
 
 
 def _format_devices(devices: list[tuple[str, int | None]]) -> str:

@@ -80,6 +80,17 @@ def hang_up_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGHUP, 0, 0, 0)
 
 
+def die_with_parent(parent: int) -> None:
+    """On Linux, let the kernel kill this process when the thread that started it ends, and exit at
+    once if its parent is no longer the process with the id `parent`; elsewhere do nothing. For a
+    process that has nothing to write at its end.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the kernel was told
+            os._exit(1)
+
+
 def wake_with_parent() -> None:
     """On Linux, let the kernel send SIGCONT to this process when its parent dies: a suspended
     process then goes on, sees that it is alone, and ends in order.

@@ -12,7 +12,7 @@ import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +23,7 @@ from steelyard.run import messages, processes
 from steelyard.run.clock import now, read_all_clocks
 from steelyard.run.failure import DISK_FULL
 from steelyard.run.measure import Budget
-from steelyard.run.messages import HostSpec, WorkerProgress
+from steelyard.run.messages import EVENTS_VARIABLE, HostSpec, WorkerEvent, WorkerProgress
 from steelyard.run.worker_files import RankFile, RankStatus
 from steelyard.schema import FrozenModel
 
@@ -49,8 +49,10 @@ def run_rank_process(make_process: Callable[[int], "RankProcess"], folder: Path)
         _exit_without_result(failure)
     processes.wake_with_parent()
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    threading.Thread(target=_exit_with_agent, daemon=True).start()
+    agent_spoke = threading.Event()
+    threading.Thread(target=_follow_agent, args=(agent_spoke,), daemon=True).start()
     worker = make_process(rank)
+    worker.agent_spoke = agent_spoke
     signal.signal(signal.SIGTERM, worker.handle_termination)
     status: RankStatus = "done"
     error = None
@@ -95,21 +97,59 @@ def _classify_error(failure: BaseException) -> RankStatus:
     return "network" if isinstance(failure, ExchangeError) else "raised"
 
 
-def _exit_with_agent() -> None:
-    """Wait until stdin is closed, which means that the agent is gone; then end all descendants of
-    this process (SIGTERM, SIGKILL after `CHILDREN_S`) and exit at once with code 3. Runs in a
-    thread; no rank file is written.
+def _follow_agent(agent_spoke: threading.Event) -> None:
+    """Wait for the agent on stdin: set `agent_spoke` when it writes something. When stdin is
+    closed, which means that the agent is gone, end all descendants of this process (SIGTERM,
+    SIGKILL after `CHILDREN_S`) and exit at once with code 3. Runs in a thread; no rank file is
+    written.
     """
     while os.read(0, 1 << 10):
-        pass
+        agent_spoke.set()
     processes.end_processes(lambda: processes.find_descendants(os.getpid()), CHILDREN_S)
     os._exit(3)
+
+
+class EventPipe:
+    """The pipe through which this process sends events to its agent: `send` writes one. It is the
+    one of the variable `EVENTS_VARIABLE`; without it nothing is sent.
+    """
+
+    def __init__(self) -> None:
+        """Take the pipe's file descriptor from the environment, in which it does not stay: what
+        this process starts does not inherit the pipe.
+        """
+        number = os.environ.pop(EVENTS_VARIABLE, None)
+        self._fd = None if number is None else int(number)
+        self._identity: tuple[int, int] | None = None
+        if self._fd is not None:
+            os.set_inheritable(self._fd, False)
+            self._identity = _identify_file(self._fd)
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether there is a pipe, and so an agent that reads it."""
+        return self._fd is not None
+
+    def send(self, event: WorkerEvent) -> None:
+        """Write an event to the agent. Nothing is written, and nothing raised, if there is no pipe
+        or something in this process has closed it, even if another file has its number now.
+        """
+        with suppress(OSError):
+            if self._fd is not None and _identify_file(self._fd) == self._identity:
+                os.write(self._fd, event.model_dump_json().encode() + b"\n")
+
+
+def _identify_file(fd: int) -> tuple[int, int]:
+    """Return device and inode of an open file; raise OSError if it is not open."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 class RankProcess(ABC):
     """The common part of all workers, one per rank: `rank_file`, which grows in memory and is
     written by `write_rank_file` (repeatedly) and `write_final_rank_file`; `budget`, wall seconds by
-    named part; and `write_progress`, on rank 0. Subclasses implement `run` and set `framework`
+    named part; `write_progress`, on rank 0; and `events`, the pipe to the agent. Subclasses
+    implement `run` and set `framework`
     (None before) once it is loaded, by which `run_rank_process` leaves the process group.
 
     `rank`, `world_size` and `local_rank` are this process's; `host` is the node agent's part of the
@@ -125,6 +165,8 @@ class RankProcess(ABC):
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.budget = Budget()
+        self.events = EventPipe()
+        self.agent_spoke = threading.Event()  # set when the agent has written to stdin
         self.framework: Framework | None = None
         device = f"{accelerator}:{self.local_rank}"
         self.rank_file = RankFile(

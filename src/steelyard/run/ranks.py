@@ -1,5 +1,5 @@
-"""Start, watch and end the worker processes of one host, and sample its devices and CPU load
-meanwhile.
+"""Start, watch and end the worker processes of one host, with the processes that time matmuls
+before and after them, and sample its devices and CPU load meanwhile.
 
 Used by the node agent (run/node.py), which sends the messages that are produced here to the parent.
 """
@@ -9,17 +9,21 @@ import os
 import signal
 import subprocess
 import threading
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 from steelyard import files
 from steelyard.run import cpu_load, environment, messages, processes
+from steelyard.run.calibration import HostCalibration
 from steelyard.run.clock import now, sleep
 from steelyard.run.failure import Failure
 from steelyard.run.host import Host
 from steelyard.run.messages import (
+    EVENTS_VARIABLE,
     MARK_VARIABLE,
+    BorderMessage,
     ByeMessage,
     HostSpec,
     ProgressMessage,
@@ -30,8 +34,10 @@ from steelyard.run.messages import (
     StartMessage,
     TelemetryMessage,
     WorkerEnded,
+    WorkerEvent,
     WorkerProgress,
 )
+from steelyard.run.pipe_watch import PipeWatcher, SeenLine
 from steelyard.run.processes import RunFolder
 from steelyard.run.telemetry import TelemetrySampler
 
@@ -41,6 +47,7 @@ STACK_S = 2.0  # for workers to write their stacks
 SUSPENDED_S = 3.0  # a worker suspended for so long is not expected to resume
 SUSPENSION_CHECK_S = 1.0  # between two checks for suspended workers
 SEND_S = 1.0  # between two readings that are sent
+MAX_BORDERS = 1000  # that are sent of one rank: a run has some passes
 
 
 class WorkerProcess:
@@ -48,7 +55,8 @@ class WorkerProcess:
     `TAIL_BYTES` of its stdout and stderr, which a thread reads: `read_tail` returns them.
     `is_suspended` returns whether a signal has suspended it for some seconds; `suspended_since_s`
     is since when (None: it is not); `end_reported` is whether the parent was told of its end or
-    suspension. Created by `HostRanks`.
+    suspension; `is_ready` whether it waits to import its engine, which `let_go` allows. Created by
+    `HostRanks`.
     """
 
     def __init__(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
@@ -58,6 +66,7 @@ class WorkerProcess:
         self.rank, self.process = rank, process
         self.suspended_since_s: float | None = None
         self.end_reported = False  # whether its end or suspension was reported
+        self.is_ready = False  # whether it waits to import its engine
         self._tail: deque[bytes] = deque()
         self._reader = threading.Thread(target=self._read_output, daemon=True)
         self._reader.start()
@@ -83,6 +92,15 @@ class WorkerProcess:
         self._reader.join(0.5)
         return b"".join(tuple(self._tail))[-TAIL_BYTES:].decode("utf-8", "replace")
 
+    def let_go(self) -> None:
+        """Let a worker that is ready go on: write a byte to its stdin; nothing happens if it has
+        ended.
+        """
+        with suppress(OSError):
+            if self.process.stdin is not None:
+                self.process.stdin.write(b"\n")
+                self.process.stdin.flush()
+
     def is_suspended(self) -> bool:
         """Return whether a signal has suspended the worker for at least `SUSPENDED_S` seconds:
         since the first of the calls that all found it suspended, so a first call returns False.
@@ -101,14 +119,19 @@ class HostRanks:
     """The workers of this host and what is sampled while they run, for the node agent: `start`
     starts them, `read_news` gives messages on what is new (progress, rank files, exits, telemetry,
     CPU load), `finish` ends them all and deletes the run's folder; all three are generators of
-    messages for the parent. `is_over` is whether all have exited.
+    messages for the parent. `is_over` is whether all have exited and nothing is left to measure.
+
+    If matmuls are to be timed, workers that are ready to import their engine wait until that is
+    done, and it is done again when all have exited with code 0 (`_advance_calibration`).
 
     Creating it makes the run's private folder and starts telemetry, before there is a worker.
     """
 
-    def __init__(self, host: Host, start: StartMessage) -> None:
-        """Start the telemetry thread, create the run's private folder and note the OOM kills so
-        far; start no worker. Raises OSError or RuntimeError if folder or thread cannot be had.
+    def __init__(self, host: Host, start: StartMessage, wake: Callable[[], None]) -> None:
+        """Start the telemetry thread and the one that watches the workers' pipes, create the run's
+        private folder and note the OOM kills so far; start no worker. `wake` is called, in a
+        thread, when there are news. Raises OSError or RuntimeError if folder or thread cannot be
+        had.
         """
         self._host, self._start, self._token = host, start, start.token
         self._sampler, self._load_reader = (
@@ -116,6 +139,10 @@ class HostRanks:
             cpu_load.CpuLoadReader(start.token),
         )
         self._sampler.start()
+        self._pipes = PipeWatcher(wake)
+        self._pipes.start()
+        self._border_counts: Counter[int] = Counter()  # sent so far, by rank
+        self._calibration: HostCalibration | None = None
         self._sent_s = 0.0
         self._run_folder = RunFolder(host.open_message.mark)
         self._folder = self._run_folder.path
@@ -146,28 +173,48 @@ class HostRanks:
             MARK_VARIABLE: host.open_message.mark,
             "WORLD_SIZE": str(start.world),
         }
+        if start.calibration is not None:
+            self._calibration = HostCalibration(
+                start.calibration, start, host.python, variables, self._folder, self._pipes
+            )
+            self._calibration.start()
         for local_rank in range(start.workers):
             rank = start.first_rank + local_rank
+            events_fd, events_end = os.pipe()
             process = subprocess.Popen(
                 [host.python, "-P", "-m", start.worker, str(path)],
                 stdin=subprocess.PIPE,  # closes when this agent dies, however it does
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env={**variables, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
+                env={
+                    **variables,
+                    EVENTS_VARIABLE: str(events_end),
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(local_rank),
+                },
                 start_new_session=True,
                 pass_fds=(
-                    [rendezvous.listen_fd]
+                    [events_end, rendezvous.listen_fd]
                     if rendezvous is not None and rendezvous.listen_fd is not None and rank == 0
-                    else []
+                    else [events_end]
                 ),
             )
+            os.close(events_end)
+            self._pipes.add(rank, events_fd)
             self._workers.append(WorkerProcess(rank, process))
         if host.listener is not None:
             host.listener.close()
         pids = [worker.process.pid for worker in self._workers]
         self._sampler.watch(tuple(pids))
-        self._load_reader.watch(tuple(pids))
+        self._watch_load()
         yield StartedMessage(token=self._token, pids=pids)
+
+    def _watch_load(self) -> None:
+        """Count the CPU time of the workers, and of the processes that time matmuls, as the run's
+        own.
+        """
+        pids = [worker.process.pid for worker in self._workers]
+        self._load_reader.watch((*pids, *(self._calibration.pids if self._calibration else ())))
 
     def _make_thread_variables(self) -> dict[str, str]:
         """Return {OMP_NUM_THREADS: an equal share of this host's cores for each device, at least
@@ -200,14 +247,20 @@ class HostRanks:
 
     @property
     def is_over(self) -> bool:
-        """Whether every worker of this host has exited; True before any was started."""
-        return all(worker.process.poll() is not None for worker in self._workers)
+        """Whether every worker of this host has exited, and nothing is left to measure; True before
+        any was started.
+        """
+        has_exited = all(worker.process.poll() is not None for worker in self._workers)
+        return has_exited and (self._calibration is None or self._calibration.is_over)
 
     def read_news(self) -> Iterator[ProtocolMessage]:
-        """Yield messages for the parent on what is new on this host since the last call: progress,
-        rank files and exits and, if more than `SEND_S` seconds have passed, telemetry and CPU load.
+        """Yield messages for the parent on what is new on this host since the last call: borders of
+        passes, progress, rank files and exits and, if more than `SEND_S` seconds have passed,
+        telemetry and CPU load.
         """
+        yield from self._read_pipes()
         yield from self._read_rank_news()
+        yield from self._advance_calibration()
         if now() - self._sent_s > SEND_S:
             yield from self._read_sensors()
 
@@ -227,6 +280,65 @@ class HostRanks:
                     columns=columns,
                 )
         yield self._load_reader.read(now() - self._start.origin_s)
+
+    def _read_pipes(self) -> Iterator[ProtocolMessage]:
+        """Take what came through the pipes of workers and of the processes that time matmuls since
+        the last call, and yield a message for each border of a pass, with the time at which it was
+        seen; lines that are no event are ignored, and so are borders beyond `MAX_BORDERS` of a
+        rank.
+        """
+        workers = {worker.rank: worker for worker in self._workers}
+        for seen in self._pipes.take():
+            if seen.source not in workers:
+                if self._calibration is not None:
+                    self._calibration.take_line(seen)
+                continue
+            event = _parse_event(seen)
+            if event is None:
+                continue
+            if event.event == "ready":
+                self._admit_worker(workers[seen.source], event.batch)
+            elif self._border_counts[seen.source] < MAX_BORDERS:
+                self._border_counts[seen.source] += 1
+                yield BorderMessage(
+                    token=self._token,
+                    rank=seen.source,
+                    event=event.event,
+                    pass_name=event.pass_name,
+                    t_s=seen.seen_s - self._start.origin_s,
+                    within_s=seen.within_s,
+                )
+
+    def _admit_worker(self, worker: WorkerProcess, batch: dict[str, Any] | None) -> None:
+        """Note that a worker is ready to import its engine, and the matmuls of its case; let it go
+        on at once if there is nothing to wait for.
+        """
+        worker.is_ready = True
+        if self._calibration is None:
+            worker.let_go()
+        else:
+            self._calibration.batch = batch
+
+    def _advance_calibration(self) -> Iterator[ProtocolMessage]:
+        """Begin and end the stages of the calibration when their time has come; workers go on when
+        the one before their engine's import has ended. Yields the rates of a stage that has ended,
+        with readings of the CPU load at its borders, and progress where no worker can report it.
+        """
+        calibration = self._calibration
+        if calibration is None:
+            return
+        codes = [worker.process.poll() for worker in self._workers]
+        if calibration.begin_stage(all(worker.is_ready for worker in self._workers), codes):
+            self._watch_load()
+            yield self._load_reader.read(now() - self._start.origin_s)
+            if self._start.first_rank == 0:  # as rank 0 would say, which waits or has exited
+                yield ProgressMessage(token=self._token, phase="calibrate", done=0, total=0)
+        elif calibration.is_done:
+            is_before = calibration.stage == "before"
+            yield from calibration.end_stage()
+            yield self._load_reader.read(now() - self._start.origin_s)
+            for worker in self._workers if is_before else ():
+                worker.let_go()
 
     def _read_rank_news(self) -> Iterator[ProtocolMessage]:
         """Yield progress and rank files that changed since the last call, then which workers exited
@@ -350,9 +462,13 @@ class HostRanks:
         met is raised here.
         """
         stacks = self._collect_stacks() if with_stacks else {}
+        if self._calibration is not None:
+            self._calibration.close()
         mark = self._host.open_message.mark
         ended = processes.end_processes(lambda: processes.find_run_processes(mark, os.getpid()))
         self._sampler.stop()
+        self._pipes.stop()
+        yield from self._read_pipes()
         yield from self._read_rank_news()
         yield from self._read_sensors()
         yield ByeMessage(
@@ -364,3 +480,10 @@ class HostRanks:
             failure=failure,
         )
         self._run_folder.remove()
+
+
+def _parse_event(seen: SeenLine) -> WorkerEvent | None:
+    """Return the event in a line of a worker, or None if it is none, or the end of its pipe."""
+    with suppress(ValueError):  # a ValidationError is one
+        return None if seen.line is None else WorkerEvent.model_validate_json(seen.line)
+    return None

@@ -15,7 +15,7 @@ from steelyard.case.case import Case
 from steelyard.case.request import Request
 from steelyard.case.resolve import ResolvedCase
 from steelyard.errors import RequestError
-from steelyard.metrics import record_fields, shipped_cases, verify
+from steelyard.metrics import record_fields, shipped_cases, standing, verify
 from steelyard.metrics.record_fields import FieldDifference
 from steelyard.record import record, record_file
 from steelyard.record.record import GateFacts, NoDataFacts, Record
@@ -235,9 +235,9 @@ def find_rerun_differences(
 def find_answering_records(
     folder: Path, requests: list[CheckedRequest]
 ) -> tuple[list[list[tuple[Path, Record]]], list[str]]:
-    """Return, for each request in order, its valid records directly in a folder (`*.json`) as
-    (path, record), oldest first; and a warning line for each run record that cannot be read or, if
-    it matches, does not verify.
+    """Return, for each request in order, its valid and unproven records directly in a folder
+    (`*.json`) as (path, record), oldest first; and a warning line for each run record that cannot
+    be read or, if it matches, does not verify.
 
     A match is decided by `is_run_of`, and then its metrics must follow from its samples. A record
     that answers several equal requests counts for the first. Records of other kinds are skipped.
@@ -263,10 +263,10 @@ def find_answering_records(
 
 
 def is_run_of(earlier_record: Record, checked: CheckedRequest) -> bool:
-    """Return whether a record is a valid run of this request: same case name, size, quality gate
-    and `max_interval`, question, tune (except values that were `auto` in both), plan (launcher
-    included), scope, set of passes, and engine and accelerator by name (any accelerator, if the
-    request has none yet). Versions and hosts are not compared.
+    """Return whether a record is a valid or unproven run of this request: same case name, size,
+    quality gate and `max_interval`, question, tune (except values that were `auto` in both), plan
+    (launcher included), scope, set of passes, and engine and accelerator by name (any accelerator,
+    if the request has none yet). Versions and hosts are not compared.
 
     A record does not name the folders of data and weights, so only their kind is compared:
     generated or read, random or trained. Runs that resumed from a checkpoint do not count.
@@ -278,7 +278,7 @@ def is_run_of(earlier_record: Record, checked: CheckedRequest) -> bool:
         not isinstance(earlier_record.data, NoDataFacts) and earlier_record.data.source == GENERATED
     )
     return (
-        earlier_record.status == "valid"
+        standing.is_answer_right(earlier_record)
         and not earlier_record.restarts
         and (
             earlier_record.case.name,

@@ -20,7 +20,9 @@ from steelyard.run.cpu_load import LoadReadings
 from steelyard.run.failure import Failure, RankResults, find_failure
 from steelyard.run.launch import Allocation, Launcher
 from steelyard.run.messages import (
+    BorderMessage,
     ByeMessage,
+    CalibrationMessage,
     HelloMessage,
     LoadMessage,
     OpenMessage,
@@ -393,6 +395,10 @@ class Session:
                 readings.add(message.period_s, message.columns)
             case LoadMessage():
                 self.load_readings.setdefault(host_connection.name, LoadReadings()).add(message)
+            case BorderMessage():
+                self.results.add_border(message)
+            case CalibrationMessage():
+                self.results.calibrations[message.rank, message.stage] = message
             case RankFileMessage():
                 self._store_rank_file(message)
             case WorkerEnded() if not self._stopping:

@@ -8,6 +8,7 @@ imports no framework itself: its engine's row names one.
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,13 @@ from steelyard.engine.job import CheckpointSchedule, Engine, Job
 from steelyard.engine.work import Work
 from steelyard.errors import ExchangeError, RequestError
 from steelyard.plan import degrees, matmuls
-from steelyard.record.record import PassFacts, Sample
+from steelyard.plan.matmuls import BatchMatmuls
+from steelyard.record.record import PassFacts, Sample, Scope
 from steelyard.record.run_facts import EngineDetails, WeightsFacts
-from steelyard.run.calibrate import calibrate_matmuls, recalibrate_square_matmul
 from steelyard.run.clock import now, read_cpu_time_s
 from steelyard.run.explain import count_profiled_steps, profile_steps
 from steelyard.run.measure import PassTrace, measure_bare, time_calls
+from steelyard.run.messages import WorkerEvent
 from steelyard.run.rank_process import RankProcess, run_rank_process
 from steelyard.run.worker_files import WorkerSpec, check_json_value
 from steelyard.schema import FrozenModel
@@ -61,33 +63,33 @@ class Worker(RankProcess):
         self._counter: StepCounter | None = None
 
     def run(self) -> None:
-        """Do all that this rank does: load engine and framework (stored in `self.framework`), join
-        the other ranks, prepare the data, run all passes in order with a calibration of matmuls
-        before the first, then the calibration after them and, with `explain`, the profile.
+        """Do all that this rank does: prepare the data, wait until matmuls were timed on its
+        device, load engine and framework (stored in `self.framework`), join the other ranks, run
+        all passes in order and, with `explain`, the profile.
 
-        Data are read in a thread while engine and framework are imported. The rank file is written
-        after each pass; engine details and weights are added to it in memory at the end. Errors of
+        Data are read in a thread while the framework is imported. The rank file is written after
+        each pass; engine details and weights are added to it in memory at the end. Errors of
         engine, task and framework are passed on.
         """
         self.write_progress("imports", 0, 0)
         # reading needs no framework, and tokenizers use other cores
         reading = ThreadPoolExecutor(1).submit(self._read_data)
+        self._import_framework()
+        with self._time_and_report("data"):
+            prepared = self._store_data(*reading.result())
+        self._wait_for_calibration()
         framework, make_engine = self._load_framework_and_engine()
         self.framework = framework
         group = self._join_ranks(framework)
-        with self._time_and_report("data"):
-            prepared = self._store_data(*reading.result())
-            keep = self._start_checkpoints(prepared.facts.fingerprint)
+        if self.spec.rehearsed_rows is not None:
+            self._rehearse(make_engine, framework, group)
         with self._time_and_report("engine"):
+            keep = self._start_checkpoints(prepared.facts.fingerprint)
             engine = make_engine(self._make_job(prepared.inputs, framework, group, keep))
         for name in self.spec.passes:
             self.write_progress(f"prepare {name}", 0, 0)
             engine.prepare(name, self._time_and_report)
-            if self.rank_file.matmul_flops_per_s is None:
-                with self._time_and_report("calibrate"):
-                    self._update_rank_file(**self._calibrate(framework))
             self._run_pass(engine, name, framework)
-        self._calibrate_after(framework)
         if self.spec.explain:
             self._profile_steps(engine, framework)
         self._update_rank_file(compile_cache=framework.compile_cache())
@@ -96,6 +98,25 @@ class Worker(RankProcess):
             details=details,
             weights=WeightsFacts(**check_json_value("weights", dict(engine.weights))),
         )
+
+    def _import_framework(self) -> None:
+        """Import the framework that the spec names, if it names one, while nothing of the engine is
+        imported. If that fails, nothing is raised: loading the engine fails too, and says why.
+        """
+        if self.spec.framework is not None:
+            with self.budget.part("imports"), suppress(ImportError):
+                plugins.load_reference(self.spec.framework)
+
+    def _wait_for_calibration(self) -> None:
+        """Tell the agent that this rank is ready to import its engine, and which matmuls its case
+        has, and wait until the agent lets it go on: meanwhile other processes time matmuls on the
+        devices of this host. Returns at once without an agent.
+        """
+        if self.events.has_agent:
+            batch = self._describe_batch().model_dump(mode="json")
+            with self._time_and_report("calibrate"):
+                self.events.send(WorkerEvent(event="ready", batch=batch))
+                self.agent_spoke.wait()
 
     def _load_framework_and_engine(self) -> tuple[Framework, Any]:
         """Import the engine of this rank's spec, construct its framework on this rank's device in
@@ -154,15 +175,37 @@ class Worker(RankProcess):
         wrong.
         """
         begin_s = now()
-        sources = Sources(self.spec.data, self.spec.tokenizer, self.spec.weights)
-        scope, case = self.spec.scope, self.case
+        return self._prepare_data(self.spec.scope), now() - begin_s
+
+    def _prepare_data(self, scope: Scope) -> PreparedData:
+        """Read and tokenize the task's data for this rank's case in a scope and return them. Raises
+        RequestError if data are missing or wrong.
+        """
+        sources, case = Sources(self.spec.data, self.spec.tokenizer, self.spec.weights), self.case
         data_request = case.question.describe_for_task(
             sources, scope.sample, case.tune.pack, case.published
         )
-        return (
-            self.task.prepare(replace(data_request, subjects=scope.subjects, rows=scope.rows)),
-            now() - begin_s,
-        )
+        return self.task.prepare(replace(data_request, subjects=scope.subjects, rows=scope.rows))
+
+    def _rehearse(self, make_engine: Any, framework: Framework, group: Any) -> None:
+        """Run the passes of this run in reverse order over `spec.rehearsed_rows`, with an engine
+        object of their own, and drop its answers; nothing is measured or added to the rank file but
+        time in the budget.
+
+        An engine that answers a pass from the one before it then has answers to other rows.
+        """
+        scope = Scope(kind="window", rows=self.spec.rehearsed_rows)
+        with self._time_and_report("rehearsal"):
+            prepared = self._prepare_data(scope)
+            engine = make_engine(self._make_job(prepared.inputs, framework, group, None))
+        for name in reversed(self.spec.passes):
+            engine.prepare(name, self._time_and_report)
+            with self._time_and_report("rehearsal"):
+                for _ in engine.work(name):
+                    pass
+                framework.synchronize()
+                if self.place.tp == self.place.pp == 0:
+                    engine.outputs(name)
 
     def _store_data(self, prepared: PreparedData, time_s: float) -> PreparedData:
         """Store the outputs of the read data as `self.outputs` and create the counter of steps, add
@@ -243,10 +286,8 @@ class Worker(RankProcess):
             checkout=self.spec.checkout,
         )
 
-    def _calibrate(self, framework: Framework) -> dict[str, Any]:
-        """Return the rates of matmuls on random numbers, measured in the case's precision and the
-        shapes of its real batches, as fields for this rank's rank file (`calibrate_matmuls`), which
-        is not changed here.
+    def _describe_batch(self) -> BatchMatmuls:
+        """Return the matmuls of one of the case's real batches on this rank's device.
 
         The batch is that of the first step if the headline pass has steps with global batches, else
         it is derived from the whole pass.
@@ -254,27 +295,14 @@ class Worker(RankProcess):
         steps = range(1) if self.kind.headline[0] in self.kind.stepped else None
         # counts of the whole pass, or of its first step
         batch_counts = None if self._counter is None else self._counter.count_expected(steps)[0]
-        shapes_of = partial(matmuls.list_case_matmuls, self.case, self.spec.plan.tp, batch_counts)
-        return calibrate_matmuls(framework, self.case.question.precision.matmul, shapes_of)
-
-    def _calibrate_after(self, framework: Framework) -> None:
-        """Time the square matmul again after the passes and add its rates to the rank file as
-        `matmul_cpu_rates["after"]`; does nothing unless it was timed over CPU time before, as on a
-        CPU device. A host that was busy before the passes may be idle after them.
-        """
-        rates, rate = self.rank_file.matmul_cpu_rates, self.rank_file.matmul_flops_per_s
-        if rates and rate:
-            with self._time_and_report("calibrate"):
-                after = recalibrate_square_matmul(
-                    framework, self.case.question.precision.matmul, rate
-                )
-            self._update_rank_file(matmul_cpu_rates={**rates, "after": after})
+        return matmuls.describe_case_batch(self.case, self.spec.plan.tp, batch_counts)
 
     def _run_pass(self, engine: Engine, pass_name: str, framework: Framework) -> None:
         """Run one pass on this rank in the measured loop, and add its window, samples and answers
         to the rank file, which is written at the end with status `running`.
 
-        All ranks wait for one another first, and the memory peaks are reset. A bare pass (timed
+        All ranks wait for one another first, and the memory peaks are reset. The agent is told when
+        the pass begins and ends, to compare its own clock. A bare pass (timed
         without marks) has no samples and no answers. Only the first rank of each replica asks the
         engine for answers, which the task checks (TypeError or ValueError if they do not fit);
         those of an initial pass are also written beside the checkpoints.
@@ -294,6 +322,7 @@ class Worker(RankProcess):
                 self.write_progress(pass_name, done, total)
 
         self.write_progress(pass_name, 0, total)
+        self.events.send(WorkerEvent(event="begin", pass_name=pass_name))
         with self.budget.part(pass_name):
             if pass_name in self.kind.bare:
                 trace = measure_bare(engine.work(pass_name), framework)
@@ -301,6 +330,7 @@ class Worker(RankProcess):
                 trace = plugins.load_reference(self.kind.loop)(
                     engine.work(pass_name), framework, step_done=step_done, busy=read_cpu_time_s
                 )
+        self.events.send(WorkerEvent(event="end", pass_name=pass_name))
         self.write_progress(pass_name, total, total)
         samples: list[Sample] = []
         if pass_name not in self.kind.bare:

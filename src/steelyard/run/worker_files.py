@@ -19,7 +19,7 @@ from steelyard.plan.degrees import Plan
 from steelyard.record.ceilings_record import BenchTimings
 from steelyard.record.profile_facts import Profile
 from steelyard.record.record import PassFacts, Sample, Scope
-from steelyard.record.run_facts import EngineDetails, MatmulRate, RankFacts, WeightsFacts
+from steelyard.record.run_facts import EngineDetails, RankFacts, WeightsFacts
 from steelyard.run.messages import HostSpec
 from steelyard.schema import FrozenModel, describe_first_problem
 from steelyard.tasks.task import DataFacts
@@ -30,7 +30,6 @@ ALWAYS_STATED = (
     "status",
     "identity",
     "threads",
-    "matmul_flops_per_s",
     "in_use_bytes",
     "budget",
 )
@@ -44,8 +43,8 @@ class RunSpec(FrozenModel):
     `case`, `scope` (how much of it is run), `passes` in order, names of `engine` and `accelerator`,
     `plan`. Paths are absolute. None means: random `weights`, generated `data`, a `tokenizer` beside
     weights or data, no checkpoint folder to `resume` from, no `checkpoints` written (else the new
-    folder for all of this run's), no `trace` file, no `checkout` of a program. `explain`: profile
-    some steps after the passes.
+    folder for all of this run's), no `trace` file, no `checkout` of a program, no
+    `rehearsed_rows`. `explain`: profile some steps after the passes.
     """
 
     case: Case
@@ -65,6 +64,17 @@ class RunSpec(FrozenModel):
     )
     checkout: Path | None = Field(
         None, description="folder of the program that the engine starts; None: it starts none"
+    )
+    rehearsed_rows: tuple[str, ...] | None = Field(
+        None,
+        description=(
+            "ids of rows over which another engine object runs the passes first, in reverse order;"
+            " its answers are dropped (`steelyard conform`)"
+        ),
+    )
+    framework: str | None = Field(
+        None,
+        description="`module:Class` of the framework, imported first; None: with the engine",
     )
 
 
@@ -117,18 +127,6 @@ class RankFile(FrozenModel):
     identity: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str | None] = Field(default_factory=dict)
     threads: int | None = None
-    matmul_flops_per_s: float | None = None
-    matmul_flops_per_cpu_s: float | None = Field(
-        None,
-        description="`matmul_flops_per_s` over the CPU time of this process instead of wall time",
-    )
-    matmul_cpu_rates: dict[str, list[float]] = Field(
-        default_factory=dict,
-        description="CPU-time rates of short timings, `before` the first pass and `after` the last",
-    )
-    matmuls: list[MatmulRate] = Field(
-        default_factory=list, description="matmuls of the case's own shapes, each with its rate"
-    )
     drawn: dict[str, list[dict[str, int]]] = Field(
         default_factory=dict,
         description="counts of the rows that each pass must compute, from the data; rank 0 only",

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steelyard.engine.ceiling_rows import CallBudget, CeilingRow, PreparedCeiling, UnavailableError
-from steelyard.engines.torch import attention_ceilings, exchange_ceilings
+from steelyard.engines.torch import attention_ceilings, ceiling_errors, exchange_ceilings
 from steelyard.engines.torch.framework import TorchFramework, random_matrix
 from steelyard.plan import ceiling_shapes
 from steelyard.plan.ceiling_shapes import ERROR_BOUNDS, MIB, MIN_ROWS, CaseMatmul
 from steelyard.plan.matmuls import Matmul
+from steelyard.words import Message
 
 SAMPLED_LINES = 32  # rows and columns of a product that are compared with fp64
 CHUNK_BYTES = (1 << 30, 128 * MIB, 16 * MIB)  # in which memory is allocated until refused
@@ -141,7 +142,8 @@ class TorchCeilings:
     """The rows of `steelyard spec` (best rates and sizes that a device reaches) for torch's device,
     a `FrameworkCeilings`: `rows(quick)` yields them as `CeilingRow`s, in the order capacity,
     memory, square matmuls, host copies, exchanges between ranks, the shipped cases' matmuls,
-    attention. `all_reduce_max` is over ranks, `release_memory` empties the allocator's cache.
+    attention. `all_reduce_max` is over ranks, `release_memory` empties the allocator's cache,
+    `explain_error` words an exception.
 
     Reasons why a device cannot run some of them come from the device class's `lacks`, by precision
     or `copies` or `peers`.
@@ -189,6 +191,10 @@ class TorchCeilings:
     def release_memory(self) -> None:
         """Empty the allocator's cache, so that the device has its memory back."""
         self.device.release_memory()
+
+    def explain_error(self, error: Exception, precision: str | None) -> Message:
+        """Return what an exception of a row in this precision means (ceiling_errors.py)."""
+        return ceiling_errors.explain_error(error, precision)
 
     def _case_matmul_row(self, case_shape: CaseMatmul) -> CeilingRow:
         """Return the row of a shipped case's own matmul shape, which may get fewer rows on a slow
@@ -369,8 +375,9 @@ def _fit_to_budget(shape: Matmul, budget: CallBudget, shrinks: bool) -> Matmul:
         rows = max(MIN_ROWS, rows // 2)
     fitting = shape.model_copy(update={"m": rows})
     if fitting.flops > budget.max_amount:
-        reduced = f" even with {rows} rows" if rows < shape.m else ""
-        raise UnavailableError(
-            f"not run: one call{reduced} would take more than {budget.call_s:g} s here"
-        )
+        if rows < shape.m:
+            raise UnavailableError(
+                Message("ceiling.slow_rows", {"rows": rows, "call_s": budget.call_s})
+            )
+        raise UnavailableError(Message("ceiling.slow", {"call_s": budget.call_s}))
     return fitting

@@ -19,8 +19,9 @@ from steelyard.plan.ceiling_shapes import (
     Collective,
     get_bus_factor,
 )
+from steelyard.words import Message
 
-ONE_DEVICE = "needs at least two devices; try --devices 2"
+ONE_DEVICE = Message("ceiling.one_device")
 _dist: Any = dist  # untyped in parts, which parts depends on the version
 
 
