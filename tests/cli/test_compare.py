@@ -57,6 +57,12 @@ def test_json_has_the_exact_numbers(sides: Shell) -> None:
     assert [entry["valid"] for entry in (answer["base"], answer["new"])] == [3, 3]
     phases = {entry["name"]: entry["ratio"]["value"] for entry in answer["phases"]}
     assert phases["compute"] == pytest.approx(1.1)
+    [rate_change] = [one for one in answer["metrics"] if one["name"] == "p_infer_whole"]
+    assert (rate_change["outcome"], rate_change["direction"], rate_change["looks_equal"]) == (
+        *("worse", "worse"),
+        False,
+    )
+    assert answer["looks_equal"] is False
     assert answer["answers"]["new"]["chosen"] == {
         "items": 48,
         "other": 0,
@@ -71,6 +77,11 @@ def test_one_record_a_side_is_not_tested(sides: Shell) -> None:
     assert result.code == 0
     assert result.json()["ratio"]["verdict"] == "not tested"
     assert result.json()["ratio"]["value"] == pytest.approx(1 / 1.1)
+    assert {(one["outcome"], one["direction"]) for one in result.json()["metrics"]} == {
+        ("not tested", None)
+    }
+    text = sides.run_in_process("compare", "old/01-00.json", "slow/02-00.json").out
+    assert "worse" not in text.partition("Rate: work of all devices")[0]
 
 
 def test_different_questions_end_with_exit_code_2(sides: Shell) -> None:

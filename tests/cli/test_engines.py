@@ -10,6 +10,7 @@ import pytest
 from fixtures.commands import CASE, SMOKE, Shell
 from fixtures.engines import make_scoring_record
 from fixtures.golden import golden
+from fixtures.report import WITHOUT_INTERVAL
 from steelyard.case.request import EngineSettings, Request
 from steelyard.case.resolve import resolve_case
 from steelyard.cli import execute_runs as verb
@@ -178,7 +179,7 @@ def test_repeated_engines_take_turns(
         ["left out", f" {name}"] for name in ("reference", "megatron", "paddle", "flagscale")
     ]
     assert captured.out.startswith(
-        "Engines: llama2-7b-mmlu · full · bf16 · closed · full · NVIDIA H200\n"
+        "Engines: llama2-7b-mmlu · full · bf16 · closed · whole · NVIDIA H200\n"
     )
     assert "1 of 8" in captured.out
 
@@ -198,12 +199,12 @@ def test_json_has_the_comparison(
     ]
     numbers = {
         "rate": 100.0,
-        "rate_interval": None,
+        "rate_interval": [99.0, 101.0],
         "ratio": 1.0,
         "ratio_interval": None,
-        "interval_from": None,
+        "interval_from": "steps",
     }
-    numbers |= {"mfu": 0.25, "mem": 10.0, "quality": 0.5, "valid": 1}
+    numbers |= {"mfu": 0.25, "mem": 10.0, "quality": 0.5, "valid": 1, "engine_mark": "ours"}
     answer_differences = {
         "chosen": {"items": 8, "other": 1, "largest": None, "tokens": None},
         "loss": None,
@@ -226,6 +227,7 @@ def test_json_has_the_comparison(
                     "base": True,
                     "answers": None,
                     **numbers,
+                    "ratio_verdict": None,
                     "records": [f"{1:032x}"],
                 },
                 {
@@ -233,10 +235,69 @@ def test_json_has_the_comparison(
                     "base": False,
                     "answers": answer_differences,
                     **numbers,
+                    "ratio_verdict": "not tested",
                     "records": [f"{2:032x}"],
                 },
             ]
         }
+    ]
+
+
+def test_engines_end_with_a_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records of size full, whose rates are 1 % apart; three runs prove a rate without intervals
+    of their own.
+    """
+    names: list[str] = []
+    first_rates = {"torch": 101.0, "transformers": 100.0}
+
+    def carry_out(checked: Any, output: Any, allocation: Any, position: Any) -> Any:
+        names.append(checked.request.engine)
+        rate = first_rates[checked.request.engine] * (1 + 0.001 * (len(names) // 3))
+        return make_scoring_record(names[-1], "A" * 8, rate, id=f"{len(names):032x}")
+
+    monkeypatch.setattr(verb, "execute_run", carry_out)
+    verb.run_engines(make_requests(), 3, OutputOptions(wide=True))
+    last = " ".join(capsys.readouterr().out.splitlines()[-2:])
+    assert last == (
+        "Verdict: torch is the fastest: 1.010 times transformers (significant, 95 % interval 1.008"
+        " – 1.012, 3 runs each)."
+    )
+    names.clear()
+    verb.run_engines(make_requests(), 3, OutputOptions(json=True))
+    [verdict] = json.loads(capsys.readouterr().out)["verdicts"]
+    assert verdict["text"] == last
+    assert (verdict["case"], verdict["size"], verdict["division"]) == (CASE, "full", "closed")
+    assert (verdict["outcome"], verdict["best"], verdict["second"]) == (
+        *("significant", "torch", "transformers"),
+    )
+    assert verdict["ratio"]["verdict"] == "significant"
+    assert [(one["name"], one["runs"]) for one in verdict["contenders"]] == [
+        ("torch", 3),
+        ("transformers", 3),
+    ]
+
+
+def test_unproven_engines_end_with_exit_code_0_and_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def carry_out(checked: Any, output: Any, allocation: Any, position: Any) -> Any:
+        return make_scoring_record(checked.request.engine, "A" * 8, **WITHOUT_INTERVAL)
+
+    monkeypatch.setattr(verb, "execute_run", carry_out)
+    assert verb.run_engines(make_requests(), 1, OutputOptions(json=True)) == 0
+    [group] = json.loads(capsys.readouterr().out)["engines"]["groups"]
+    assert [
+        (row["engine"], row["rate"], row["ratio"], row["ratio_verdict"], row["valid"])
+        for row in group["rows"]
+    ] == [("torch", None, None, None, 0), ("transformers", None, None, None, 0)]
+    assert verb.run_engines(make_requests(), 3, OutputOptions(json=True)) == 0
+    [group] = json.loads(capsys.readouterr().out)["engines"]["groups"]
+    # equal runs show no spread, so nothing is tested
+    assert [(row["rate"], row["ratio_verdict"], row["valid"]) for row in group["rows"]] == [
+        (100.0, None, 3),
+        (100.0, "not tested", 3),
     ]
 
 
@@ -288,6 +349,7 @@ def test_single_engine_gets_a_table_of_runs(
     captured = capsys.readouterr()
     assert captured.out.startswith(f"{CASE} · size full · closed · torch · bf16\n")
     assert captured.err.splitlines()[-1] == golden("no-engine-table-it-needs-finished")
+    assert captured.out.splitlines()[-1] == "Verdict: none, because only torch ran."
 
 
 def test_engine_settings_may_name_their_engine() -> None:
@@ -362,5 +424,5 @@ def test_real_engines_give_equal_answers(shell: Shell) -> None:
         "largest": None,
         "tokens": 0,
     }
-    page = shell("report", shell.out, "--full")
+    page = shell("report", shell.out, "--full", "--wide")
     assert (page.code, "other answers" in page.out, "0 of 48" in page.out) == (0, True, True)

@@ -298,3 +298,6 @@ def test_report_fits_a_screen_and_full_prints_everything(
     full = shell("report", smoke["closed"], smoke["open"], "--full").out
     assert "Checks" in full
     assert "--wide" not in full
+    assert max(map(len, full.splitlines())) <= 80
+    wide = shell("report", smoke["closed"], smoke["open"], "--full", "--wide").out
+    assert max(map(len, wide.splitlines())) > 120

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from fixtures.commands import CASE, SMOKE, Shell
+from fixtures.engines import make_scoring_record
 from fixtures.golden import golden
 from steelyard.case import resolve
 from steelyard.case.request import Request
-from steelyard.cli import app
+from steelyard.case.sweep import SweepAxis
+from steelyard.cli import app, execute_runs
+from steelyard.cli.printing import OutputOptions
 from steelyard.record import record
 from steelyard.record.record import Record
 from steelyard.run import rerun
@@ -40,6 +43,7 @@ def test_sweep_runs_only_missing_points(shell: Shell) -> None:
     assert [row.split()[:2] for row in output_lines if row.startswith("tune")] == [
         [f"tune.batch_tokens={n}", "valid"] for n in (4096, 8192)
     ]
+    assert "Verdict: none, because size smoke shows" in first.out
     paths = sorted(shell.out.iterdir())
     assert [json.loads(path.read_text())["tune"]["batch_tokens"] for path in paths] == [4096, 8192]
 
@@ -70,6 +74,44 @@ def test_sweep_runs_only_missing_points(shell: Shell) -> None:
         [entry["id"]] for entry in answer["records"]
     ]
     assert answer["sweep"]["scaling"] == []
+    assert [(one["outcome"], one["ratio"]) for one in answer["verdicts"]] == [("smoke", None)]
+
+
+def test_a_sweep_ends_with_a_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each point has one record of size full, whose rate is its batch_tokens."""
+
+    def carry_out(checked: CheckedRequest, *_: Any) -> Record:
+        tokens = checked.case.tune.batch_tokens
+        assert isinstance(tokens, int)
+        record = make_scoring_record("torch", "A" * 8, float(tokens), id=f"{tokens:032x}")
+        rate = record.metrics["tokens_per_device_s"]
+        proven = rate.model_copy(update={"interval": (tokens - 1, tokens + 1)})
+        metrics = {**record.metrics, "tokens_per_device_s": proven}
+        return record.model_copy(update={"metrics": metrics})
+
+    monkeypatch.setattr(execute_runs, "execute_run", carry_out)
+    resolved = [
+        resolve.resolve_case(CASE, "smoke", None, None, [f"tune.batch_tokens={tokens}"])
+        for tokens in (4096, 8192)
+    ]
+    requests = [
+        Request(
+            one,
+            accelerator="cpu",
+            out=tmp_path,
+            point=(("tune.batch_tokens", str(one.case.tune.batch_tokens)),),
+        )
+        for one in resolved
+    ]
+    axes = (SweepAxis("tune.batch_tokens", ("4096", "8192")),)
+    assert execute_runs.run_sweep(requests, axes, 1, OutputOptions(wide=True)) == 0
+    *_, first_line, second_line = capsys.readouterr().out.splitlines()
+    assert f"{first_line} {second_line}" == (
+        "Verdict: tune.batch_tokens=8192 has the highest rate, 2.000 times that of"
+        " tune.batch_tokens=4096, which was not tested (single runs; use --repeat 3)."
+    )
 
 
 @pytest.mark.full
@@ -80,7 +122,9 @@ def test_sweep_over_devices_ends_with_the_scaling_table(shell: Shell) -> None:
     assert result.code == 0, result.err
     assert result.lines[0] == "point 1 of 2: devices=1"
     scaling_lines = result.out[result.out.index("Scaling: ") :].splitlines()
-    assert scaling_lines[0].startswith(f"Scaling: {CASE} · smoke · torch · fp32 · closed · full · ")
+    assert scaling_lines[0].startswith(
+        f"Scaling: {CASE} · smoke · torch · fp32 · closed · whole · "
+    )
     assert scaling_lines[2].split() == [
         "config",
         "plan",
@@ -124,9 +168,10 @@ def test_sweep_over_devices_ends_with_the_scaling_table(shell: Shell) -> None:
         two_devices["rate"],
     ) == ("1x2", False, "TP1PP1DP2", rates[2])
     assert (two_devices["speedup"], two_devices["efficiency"]) == (
-        rates[2] / rates[1],
-        rates[2] / rates[1] / 2,
+        pytest.approx(rates[2] / rates[1]),
+        pytest.approx(rates[2] / rates[1] / 2),
     )
+    assert (two_devices["speedup_interval"], two_devices["speedup_verdict"]) == (None, "not tested")
     assert (one_device["records"], two_devices["records"]) == (
         [by_devices[1]["id"]],
         [by_devices[2]["id"]],
@@ -397,6 +442,7 @@ def test_record_is_no_run_of_another_plan_scope_engine_or_source(
         replace(asked, request=replace(asked.request, data=Path("d"))),
     ):
         assert not rerun.is_run_of(run_record, other_request)
+    assert rerun.is_run_of(run_record.model_copy(update={"status": "unproven"}), asked)
     for status in ("invalid", "failed"):
         assert not rerun.is_run_of(run_record.model_copy(update={"status": status}), asked)
     restart = {"record": None, "step": 1, "plan": "TP1PP1DP1", "losses": []}

@@ -29,7 +29,7 @@ IDENTITY = (
         "rows",
         "sample",
     ),
-    *("steps", "engine"),
+    *("steps", "engine", "engine_mark"),
     *(
         "engine_version",
         "framework",
@@ -40,6 +40,7 @@ IDENTITY = (
         "plan",
         "tune",
         "weights",
+        "providers",
     ),
     *("status", "reasons", "quality", "quality_evaluated"),
 )
@@ -68,6 +69,7 @@ def test_a_record_is_one_row() -> None:
         "sample": "",
         "steps": "",
         "engine": "torch",
+        "engine_mark": "ours",
         "engine_version": "2.11.0",
         "framework": "torch",
         "framework_version": "2.11.0",
@@ -77,6 +79,7 @@ def test_a_record_is_one_row() -> None:
         "plan": "TP1PP1DP1",
         "tune": "{}",
         "weights": "Llama-2-7b-hf",
+        "providers": "{}",
         "status": "valid",
         "reasons": "",
         "quality": "acc",
@@ -113,6 +116,12 @@ def test_every_metric_has_a_column_and_the_ends_of_its_interval() -> None:
             )
             assert [name for name in expected if name not in heads] == [], task.name
     assert len(heads) == len(set(heads))
+
+
+def test_the_status_is_that_of_today() -> None:
+    [short] = read_rows(made.make_record(**made.WITHOUT_INTERVAL))
+    assert (short["status"], short["reasons"]) == ("unproven", "few_steps")
+    assert short["tokens_per_device_s_low (tokens/s)"] == ""
 
 
 def test_another_unit_has_its_own_column() -> None:

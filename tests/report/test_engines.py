@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fixtures.engines import make_record_with_tokens, make_scoring_record, make_trained_record
-from fixtures.report import make_record
+from fixtures.report import WITHOUT_INTERVAL, make_record
 from steelyard import report
 from steelyard.record.record import Record
 from steelyard.report.document import Heading, Page, Paragraph, Table
@@ -41,7 +41,7 @@ def test_differences_of_the_answers_come_first() -> None:
     other = make_scoring_record("other", "ABCDABDC", 50.0, 0.25, status="invalid", reasons=busy)
     page, table = render_engines([make_scoring_record("torch", "ABCDABCD"), other])
     assert page.elements[0] == Paragraph(
-        "Engines: llama2-7b-mmlu · full · bf16 · closed · full · NVIDIA H200", "strong"
+        "Engines: llama2-7b-mmlu · full · bf16 · closed · whole · NVIDIA H200", "strong"
     )
     assert [column.title for column in table.columns] == HEADS
     base, other = list_cell_texts(table)
@@ -57,7 +57,7 @@ def test_differences_of_the_answers_come_first() -> None:
         "1",
     ]
     assert [text for text, _ in other] == [
-        "other",
+        "other (not tested)",
         "2 of 8",
         "25.0%",
         "25.0%",
@@ -67,7 +67,7 @@ def test_differences_of_the_answers_come_first() -> None:
         "10.0",
         "1",
     ]
-    assert [below for _, below in base] == ["base", *[""] * 8]
+    assert [below for _, below in base] == ["base", *[""] * 3, "99.00 – 101.0", *[""] * 4]
     assert [below for _, below in other] == [
         "",
         "25.0%",
@@ -96,12 +96,55 @@ def test_valid_runs_have_the_rate_where_others_are_not_valid() -> None:
     lost = make_scoring_record("other", "A" * 8, 10.0, status="invalid", reasons=reasons)
     assert read_second_rate([base, lost, make_scoring_record("other", "A" * 8, 50.0)]) == (
         "50.00",
-        "",
+        "49.50 – 50.50",
         "plain",
     )
     assert read_second_rate([base, lost, lost], "zh") == ("10.00", "无效：busy，unsteady", "muted")
     unknown = make_scoring_record("other", "A" * 8, None, status="invalid", reasons=reasons)
     assert read_second_rate([base, unknown]) == ("/", "invalid: busy, unsteady", "muted")
+
+
+def read_second_row(records: list[Record], lang: Any = "en") -> list[str]:
+    """Return rate, ratio and number of runs of the second engine, each with the text below it."""
+    _, table = render_engines(records, lang)
+    cells = [table.rows[1].cells[HEADS.index(name)] for name in ("rate", "against torch", "runs")]
+    return [f"{cell.text} {cell.sub}".strip() for cell in cells]
+
+
+def test_a_ratio_of_single_runs_is_not_tested() -> None:
+    """Neither is one of a single run and repeats: the intervals of steps inside a run say nothing
+    of the spread between runs.
+    """
+    base = [make_scoring_record("torch", "A" * 8, rate) for rate in (100.0, 102.0)]
+    other = [make_scoring_record("other", "A" * 8, rate) for rate in (50.0, 51.0)]
+    assert read_second_row([base[0], other[0]]) == ["50.00 49.50 – 50.50", "0.5000 not tested", "1"]
+    assert read_second_row([base[0], other[0]], "zh")[1] == "0.5000 未检验"
+    assert read_second_row([*base, other[0]])[1:] == ["0.4951 not tested", "1"]
+    assert read_second_row([*base, *other]) == [
+        "50.50 44.15 – 56.85",
+        "0.5000 0.4708 – 0.5311",
+        "2",
+    ]
+
+
+def test_unproven_rates_of_an_engine_are_shown_and_not_compared() -> None:
+    base = [make_scoring_record("torch", "A" * 8, rate) for rate in (100.0, 102.0)]
+    short = [
+        make_scoring_record("other", "A" * 8, rate, **WITHOUT_INTERVAL)
+        for rate in (50.0, 52.0, 51.0)
+    ]
+    assert read_second_row([*base, *short[:2]]) == [
+        "51.00 unproven: few_steps",
+        "/",
+        "2 2 not valid",
+    ]
+    assert read_second_rate([*base, *short[:2]]) == ("51.00", "unproven: few_steps", "muted")
+    assert read_second_rate([*base, short[0]], "zh") == ("50.00", "未证实：few_steps", "muted")
+    assert read_second_row([*base, *short]) == [
+        "51.00 48.52 – 53.48",
+        "0.5049 0.4806 – 0.5305",
+        "3",
+    ]
 
 
 def test_likeliest_tokens_have_a_column_where_records_hold_them() -> None:
@@ -136,7 +179,7 @@ def test_training_has_losses_and_norms_with_their_steps() -> None:
         "loss_after",
     ]
     assert list_cell_texts(table)[1][:5] == [
-        ("other", ""),
+        ("other (not tested)", ""),
         ("0.5000", "step 1"),
         ("0", ""),
         ("0", ""),
@@ -166,7 +209,7 @@ def test_a_page_has_the_section_where_there_are_two_engines() -> None:
     ).elements
     index = blocks.index(Heading(3, "Engines"))
     assert blocks[index + 1] == Paragraph(
-        "Runs #1, #2: bf16 · closed · full · NVIDIA H200", "strong"
+        "Runs #1, #2: bf16 · closed · whole · NVIDIA H200", "strong"
     )
     assert [column.title for column in blocks[index + 2].columns] == HEADS
     one_engine = report.build_report_page(

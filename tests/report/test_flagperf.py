@@ -88,7 +88,14 @@ def make_run(name: str, **changes: Any) -> Record:
         "environment__software__cudnn": None,
         "samples": [],
         "telemetry": [],
-        "metrics": {name: {"value": value, "unit": unit} for name, (value, unit) in values.items()},
+        "metrics": {
+            name: {
+                "value": value,
+                "unit": unit,
+                "interval": made.make_narrow_interval(value) if "/s" in unit else None,
+            }
+            for name, (value, unit) in values.items()
+        },
         "quality": {"metric": metric, "value": 1.0, "gate": None, "evaluated": True, "note": None},
     }
     return made.make_record(**(base | changes))
@@ -394,6 +401,20 @@ def test_a_run_that_is_not_valid_has_no_row_and_is_named() -> None:
     invalid_only = render_page(bad)
     assert len(extract_last_table(invalid_only)) == 2
     assert "other" in invalid_only
+
+
+def test_an_unproven_run_has_a_row_with_a_note() -> None:
+    short = make_run("llama1-7b-openwebtext", id="cd" * 6, **made.WITHOUT_INTERVAL)
+    text = render_page(make_run("llama1-7b-openwebtext"), short, lang="en")
+    assert golden("row-2-rate-unproven") in text.splitlines()
+    assert "Not in the table" not in text
+    rows = extract_last_table(text)
+    assert rows[-1] == rows[-2]  # both rows have their values
+    assert (
+        golden("row-2-rate-unproven", language="zh")
+        in render_page(make_run("llama1-7b-openwebtext"), short).splitlines()
+    )
+    assert "unproven" not in render_page(make_run("llama1-7b-openwebtext"), lang="en")
 
 
 def test_remarks_name_their_rows() -> None:

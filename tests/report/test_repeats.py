@@ -41,7 +41,7 @@ def list_cell_texts(page: Page | None) -> list[list[tuple[str, str]]]:
 def test_each_metric_has_a_row() -> None:
     page = report.build_repeats_page(RUNS)
     assert page is not None
-    title = "Repeats: llama2-7b-mmlu · full · torch · bf16 · closed · full · NVIDIA H200"
+    title = "Repeats: llama2-7b-mmlu · full · torch · bf16 · closed · whole · NVIDIA H200"
     assert page.elements[0] == Paragraph(title, "strong")
     rate, mem, acc = list_cell_texts(page)
     source = ("spread of the runs", "")
@@ -105,6 +105,30 @@ def test_no_valid_run_is_named_without_a_table() -> None:
     )
 
 
+def test_three_unproven_runs_have_a_table_and_two_do_not() -> None:
+    short = [
+        make_run(number, 97.0 + number, metrics__tokens_per_device_s__interval=None)
+        for number in (1, 2, 3)
+    ]
+    page = report.build_repeats_page(short[:2])
+    assert page is not None
+    assert [block for block in page.elements if isinstance(block, Table)] == []
+    assert page.elements[1] == Paragraph(
+        f"Not valid, and not in these numbers: #1 {1:032x} (few_steps), #2 {2:032x} (few_steps)."
+    )
+    rate, *_ = list_cell_texts(report.build_repeats_page(short))
+    assert [f"{text} {below}".strip() for text, below in rate] == [
+        "rate tokens/s",
+        "3",
+        "99.00",
+        "96.52 – 101.5",
+        "spread of the runs",
+        "1.0%",
+        "98.00",
+        "100.0",
+    ]
+
+
 def test_a_page_has_the_section_where_runs_were_repeated() -> None:
     def sections(records: list[Record], lang: Any) -> list[Any]:
         blocks = walk_elements(report.build_report_page(records, lang).elements)
@@ -119,7 +143,7 @@ def test_a_page_has_the_section_where_runs_were_repeated() -> None:
     assert sections(RUNS[:1], "en") == []
     blocks = list(walk_elements(report.build_report_page(RUNS, "en").elements))
     assert blocks[blocks.index(Heading(3, "Repeats")) + 1] == Paragraph(
-        "Runs #1, #2, #3, #4: torch · bf16 · closed · full · NVIDIA H200", "strong"
+        "Runs #1, #2, #3, #4: torch · bf16 · closed · whole · NVIDIA H200", "strong"
     )
     for format_ in report.FORMATS:
         assert "95.03" in report.render(RUNS, format_, "en")

@@ -88,7 +88,7 @@ def test_rows_in_text() -> None:
         "412.6",
         *VALUES,
     ]
-    assert find_line(text, "valid, full") == "valid, full"
+    assert find_line(text, "valid, whole") == "valid, whole"
     name = ["NVIDIA", "A100-SXM4-40GB", "×", "1"]
     assert find_line(text, "NVIDIA A100-SXM4-40GB").split()[:4] == name
     published = [
@@ -117,11 +117,11 @@ def test_rows_in_text() -> None:
 
 def test_rows_in_markdown() -> None:
     en, zh = (report.render(make_records_of_all_statuses(), "md", lang) for lang in report.LANGS)
-    assert "| #1 torch<br>valid, full | bf16 | closed | 412.6 | 38,120<br>tokens/s |" in en
+    assert "| #1 torch<br>valid, whole | bf16 | closed | 412.6 | 38,120<br>tokens/s |" in en
     assert "| #2 torch<br>valid, window: 1404 samples | bf16 | open | 412.6 |" in en
     assert "| **371.9**<br>questions/s | **/** | 45.8%/45.8%<br>not evaluated | 31.3/139.8 |" in en
     assert (
-        "| **#4 torch**<br>failed, full | fp32 | closed | / | / | / | / | **/** | **/** | / | / |"
+        "| **#4 torch**<br>failed, whole | fp32 | closed | / | / | / | / | **/** | **/** | / | / |"
         in en
     )
     assert "| _published \\[1\\]_ | _fp16_ | _/_ | _2,558_ | _8,597_<br>tokens/s |" in en
@@ -134,7 +134,7 @@ def test_rows_in_markdown() -> None:
 
 def test_rows_in_html() -> None:
     rows = parse_html(report.render([make_record()], "html", "en")).rows
-    assert ["#1 torch valid, full", "bf16", "closed", "412.6", *VALUES] in rows
+    assert ["#1 torch valid, whole", "bf16", "closed", "412.6", *VALUES] in rows
     assert [
         "#1 NVIDIA H200 × 1 · torch · bf16 · closed",
         "62.1%",

@@ -9,8 +9,10 @@ import jsonschema
 import pytest
 
 from fixtures import report as made
+from fixtures.engines import make_scoring_record
 from fixtures.records import SPECS
 from steelyard.metrics import ceiling_rates
+from steelyard.metrics.ratio import compare_values
 from steelyard.record.record import Record
 from steelyard.report import report_data
 
@@ -45,6 +47,7 @@ def test_the_summary_has_a_row_a_run() -> None:
         "precision": "bf16",
         "scope": {"kind": "full", "sample": None, "steps": None},
         "engine": "torch",
+        "engine_mark": "ours",
         "engine_version": "2.11.0",
         "framework": "torch",
         "framework_version": "2.11.0",
@@ -118,14 +121,10 @@ def test_cases_have_runs_with_every_metric_and_the_published_rows() -> None:
 
 
 def test_repeats_engines_and_scaling() -> None:
-    pair = [
-        made.make_training_record(times=((2.0, 1.0, 1.0, 1.0),), id=name * 6)
-        for name in ("0a", "0b")
-    ]
-    two = made.make_training_record(times=((2.0, 1.0, 1.0, 1.0), (2.0, 1.0, 1.0, 1.0)), id="0c" * 6)
-    other = made.make_training_record(
-        times=((2.0, 0.5, 0.5, 0.5),), id="0d" * 6, engine={"name": "megatron", "details": {}}
-    )
+    times, megatron = (2.0, *[1.0] * 5), {"name": "megatron", "details": {}}
+    pair = [made.make_training_record((times,), id=name * 6) for name in ("0a", "0b")]
+    two = made.make_training_record((times, times), id="0c" * 6)
+    other = made.make_training_record(((2.0, *[0.8] * 5),), id="0d" * 6, engine=megatron)
     content = read_report_data(*pair, two, other)
     [repeats] = content["repeats"]
     assert (repeats["records"], repeats["not_valid"], repeats["config"]) == (
@@ -137,12 +136,76 @@ def test_repeats_engines_and_scaling() -> None:
     [engines] = content["engines"]
     assert [(row["engine"], row["base"], row["rate"], row["ratio"]) for row in engines["rows"]] == [
         ("torch", True, 100.0, 1.0),
-        ("megatron", False, 200.0, 2.0),
+        ("megatron", False, pytest.approx(125.0), pytest.approx(1.25)),
     ]
+    assert [
+        (row["valid"], row["ratio_interval"], row["ratio_verdict"]) for row in engines["rows"]
+    ] == [(2, None, None), (1, None, "not tested")]
     [scaling] = content["scaling"]
     assert [
         (row["config"], row["rate"], row["speedup"], row["efficiency"]) for row in scaling["rows"]
-    ] == [("1x1", 100.0, 1.0, 1.0), ("1x2", 200.0, 2.0, 1.0)]
+    ] == [("1x1", 100.0, 1.0, 1.0), ("1x2", 200.0, pytest.approx(2.0), pytest.approx(1.0))]
+    assert [
+        (row["speedup_interval"], row["efficiency_interval"], row["speedup_verdict"])
+        for row in scaling["rows"]
+    ] == [(None, None, None), (None, None, "not tested")]
+
+
+def test_ratios_of_repeats_have_an_interval_and_a_verdict() -> None:
+    plan = {"nodes": 1, "devices": 2, "tp": 1, "pp": 1, "dp": 2, "launcher": "local"}
+    changes: dict[str, dict[str, Any]] = {
+        "a": {},
+        "b": {"engine__name": "other"},
+        "c": {"plan": plan},
+    }
+    records = [
+        make_scoring_record("torch", "A" * 8, rate, id=f"{letter}{rate:011.0f}", **change)
+        for letter, change in changes.items()
+        for rate in ((50.0, 51.0) if letter == "b" else (100.0, 102.0))
+    ]
+    content = read_report_data(*records)
+    tested = compare_values([100.0, 102.0], [50.0, 51.0])
+    assert tested is not None
+    assert tested.interval is not None
+    [engines] = content["engines"]
+    assert {
+        name: engines["rows"][1][name] for name in ("ratio", "ratio_interval", "ratio_verdict")
+    } == {
+        "ratio": tested.value,
+        "ratio_interval": list(tested.interval),
+        "ratio_verdict": "significant",
+    }
+    doubled = compare_values([100.0, 102.0], [200.0, 204.0])
+    assert doubled is not None
+    assert doubled.interval is not None
+    [scaling] = content["scaling"]
+    row = scaling["rows"][1]
+    assert (row["speedup"], row["speedup_interval"]) == (doubled.value, list(doubled.interval))
+    assert row["efficiency_interval"] == [end / 2 for end in doubled.interval]
+    assert row["speedup_verdict"] == "significant"
+
+
+def test_unproven_runs_have_that_status_and_reason() -> None:
+    """Also those of an earlier version of the formulas, which store the status valid."""
+    records = [
+        made.make_rated_record(number, rate, **made.WITHOUT_INTERVAL)
+        for number, rate in enumerate((98.0, 100.0, 102.0), 1)
+    ]
+    content = read_report_data(*records[:2])
+    assert [(row["status"], row["reasons"]) for row in content["summary"]] == [
+        ("unproven", ["few_steps"])
+    ] * 2
+    [repeats] = content["repeats"]
+    assert (repeats["records"], repeats["metrics"]) == ([], {})
+    assert repeats["not_valid"] == [
+        {"id": record.id, "status": "unproven", "reasons": ["few_steps"]} for record in records[:2]
+    ]
+    content = read_report_data(*records)
+    assert [row["status"] for row in content["summary"]] == ["unproven"] * 3
+    [repeats] = content["repeats"]
+    assert (repeats["records"], repeats["not_valid"]) == ([record.id for record in records], [])
+    rate = repeats["metrics"]["rate"]
+    assert (rate["mean"], rate["interval_from"], rate["runs"]) == (100.0, "runs", 3)
 
 
 def test_explained_on_request() -> None:

@@ -44,7 +44,7 @@ def test_training_has_its_own_columns() -> None:
     rows = parse_html(report.render([record], "html", "en")).rows
     tuned = "compile=true, env={NCCL_ALGO=ring}"
     measured = ["2,763", "36.50", "42.40", "42.40", "3.5%", "2.900", "/"]
-    assert ["#1 torch valid, full", "bf16", "1x1", "TP1PP1DP1", tuned, *measured] in rows
+    assert ["#1 torch valid, whole", "bf16", "1x1", "TP1PP1DP1", tuned, *measured] in rows
 
 
 PUBLISHED = {
@@ -92,7 +92,7 @@ def test_rows_of_a_training_run() -> None:
         "energy J",
         "tokens_per_joule tokens/J",
     ]
-    settings = ["#1 torch valid, full", "bf16", "1x2", "TP1PP2DP1 SH1", "sharding=1", "412.6"]
+    settings = ["#1 torch unproven, whole", "bf16", "1x2", "TP1PP2DP1 SH1", "sharding=1", "412.6"]
     rates = [
         "61.54",
         "61.54",

@@ -1,5 +1,6 @@
 """The commands `check` and `spec`: is this machine fit to measure, and what are its ceilings."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -107,6 +108,13 @@ def spec(
         ),
     ] = None,
     out: OutOption = Path("records"),
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full",
+            help="Print every row with shape, interval, clock and remark, not only the best.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     wide: WideOption = False,
@@ -118,10 +126,15 @@ def spec(
     of kind spec, which verify and report read. Exit code 0: measured; 1: failed, the record says
     why.
 
+    It prints one screen: the best matmul rate of each precision, memory, links, and what could not
+    be measured. --full prints every row; report RECORD --full prints them later.
+
     \b
     Examples:
       steelyard spec --quick
+      steelyard spec --quick --full
       steelyard spec --accelerator cuda --devices 8 --out ceilings
+      steelyard report ceilings/ --full
     """
     output = OutputOptions(as_json, quiet, wide)
     print_start_line("preparing", output)
@@ -142,10 +155,14 @@ def spec(
         )
     if as_json:
         print_json({"records": [records.spec_record_to_english_json(record)]}, print_run_result)
-    else:
+    elif full:
         print_run_result(report.render_ceilings([record], "text", "en", find_width(wide)))
-        if not quiet or record.status != "valid":
-            print_run_status(record, path)
+    else:
+        command = f"steelyard report {shlex.quote(str(path))} --full"
+        print_run_result(report.render_brief_ceilings([record], "en", find_width(wide), command))
+    if not as_json and (not quiet or record.status != "valid"):
+        # The short page has the reasons already, without the text of exceptions.
+        print_run_status(record, path, with_reasons=full)
     return 0 if record.status == "valid" else 1
 
 

@@ -129,15 +129,19 @@ def history(
 
 def comparison_to_json(comparison: "Comparison") -> dict[str, Any]:
     """Return a comparison of two sides as the dict that `compare --json` and `reproduce --json`
-    print: `case` (the base's), `outcome`, `regressed`, `threshold`, `ratio` of the rates in `unit`
-    and `why` there is none, `base` and `new`, `answers`, `metrics`, `phases` and `tokens_per_step`
-    of both. `across` are question fields that differ, `differs` other settings.
+    print: `case` (the base's), `outcome`, `looks_equal` (pages show the rates as equal),
+    `regressed`, `threshold`, `ratio` of the rates in `unit` and `why` there is none, `base` and
+    `new`, `answers`, `metrics`, `phases` and `tokens_per_step` of both. `across` are question
+    fields that differ, `differs` other settings.
     """
+    from steelyard.report.comparison_page import rates_look_equal
+
     case = (comparison.base.finished or comparison.base.records)[0].case
     base_answers, new_answers = comparison.answers
     return {
         "case": {"name": case.name, "key": case.key, "size": case.size},
         "outcome": comparison.outcome,
+        "looks_equal": rates_look_equal(comparison),
         "regressed": comparison.has_regressed,
         "threshold": comparison.threshold,
         "unit": comparison.unit,
@@ -162,21 +166,23 @@ def comparison_to_json(comparison: "Comparison") -> dict[str, Any]:
 
 
 def _side_to_json(comparison: "Comparison", side: "ComparisonSide", index: int) -> dict[str, Any]:
-    """Return one side of a comparison as JSON data: name, ids of its records, number of valid ones,
-    those left out with their reason codes, and its rate with interval. `index` is 0 for the base
-    and 1 for the new side. Rates are None if the side has none.
+    """Return one side of a comparison as JSON data: name, ids of its records, number of those that
+    count, those left out with their reason codes, and its rate with interval. `index` is 0 for the
+    base and 1 for the new side. Rates are None if the side has none.
     """
+    from steelyard.metrics import standing
+
     rate = comparison.rates[index]
     return {
         "name": side.name,
         "records": [record.id for record in side.records],
-        "valid": len(side.valid),
+        "valid": len(side.counted),
         "left_out": [
             {
                 "record": excluded_record.id,
-                "reasons": [reason.code for reason in excluded_record.reasons],
+                "reasons": standing.list_reason_codes(excluded_record),
             }
-            for excluded_record in side.not_valid
+            for excluded_record in side.not_counted
         ],
         "rate": None if rate is None else rate.estimate.value,
         "rate_interval": None if rate is None else rate.estimate.interval,
@@ -185,11 +191,20 @@ def _side_to_json(comparison: "Comparison", side: "ComparisonSide", index: int) 
 
 
 def _change_to_json(change: "ValueChange") -> dict[str, Any]:
-    """Return a metric or phase with its unit, the values of both sides, their ratio, and
-    `direction` (None if neither is better) as JSON data.
+    """Return a metric or phase as JSON data: its unit, the values of both sides, their ratio,
+    `outcome` (what may be said of the change; None if a side has no value), `direction` (that, if
+    it is better or worse, else None), and `looks_equal`, whether pages show the same digits on both
+    sides.
     """
+    from steelyard.report.comparison_page import looks_equal
+
     entry = {"name": change.name, "unit": change.unit, "base": change.base, "new": change.new}
-    return entry | {"ratio": ratio_to_json(change.ratio), "direction": change.direction or None}
+    return entry | {
+        "ratio": ratio_to_json(change.ratio),
+        "outcome": change.outcome,
+        "direction": change.outcome if change.outcome in ("better", "worse") else None,
+        "looks_equal": looks_equal(change),
+    }
 
 
 def ratio_to_json(ratio: "Ratio | None") -> dict[str, Any] | None:
@@ -201,7 +216,7 @@ def ratio_to_json(ratio: "Ratio | None") -> dict[str, Any] | None:
     return {
         "value": ratio.value,
         "interval": ratio.interval,
-        "interval_from": ratio.source,
+        "interval_from": None if ratio.interval is None else "runs",
         "verdict": ratio.verdict,
     }
 
@@ -292,6 +307,7 @@ def _trend_to_json(trend: "Trend") -> dict[str, Any]:
         first_bad = _run_to_json(bad.record) | why
     return {
         **head.model_dump(mode="json", include=set(names)),
+        "engine_mark": trend.engine_mark,
         "unit": trend.unit,
         "points": [_point_to_json(point) for point in trend.points],
         "first_bad": first_bad,

@@ -1,7 +1,8 @@
 """Compare what an engine computes with what engine torch computes, on cases at size smoke.
 
-The command `conform` (`cli/run.py`) calls `compare_with_torch`; `metrics/conform_checks.py`
-compares two records, `run/conformity.py` stores the result.
+The command `conform` (`cli/run.py`) calls `compare_with_torch`. `cli/conform_runs.py` makes the
+runs, `metrics/conform_checks.py` compares two records and `metrics/proportion_checks.py` the CPU
+time of several; `run/conformity.py` stores the result.
 """
 
 import tempfile
@@ -10,20 +11,18 @@ from pathlib import Path
 
 from steelyard.case import resolve
 from steelyard.case.request import DEFAULT_ENGINE as YARDSTICK
-from steelyard.case.request import EngineSettings, Request, split_engine_settings
+from steelyard.case.request import EngineSettings, split_engine_settings
 from steelyard.case.resolve import ResolvedCase
-from steelyard.cli.execute_runs import is_interrupted
+from steelyard.cli import conform_runs
+from steelyard.cli.conform_runs import ConformRunner
 from steelyard.cli.printing import align_columns, print_json, print_stderr, print_stdout
 from steelyard.engine import engine_rows
 from steelyard.engine.engine_rows import EngineRow
 from steelyard.errors import RequestError
-from steelyard.metrics.conform_checks import ConformCheck, check_conformity
+from steelyard.metrics import conform_checks, proportion_checks
+from steelyard.metrics.conform_checks import ConformCheck
 from steelyard.record.record import Record
 from steelyard.run import conformity
-from steelyard.run.checked_request import check_request
-from steelyard.run.parent import run_case
-
-TRAINING_STEPS = 2
 
 
 def compare_with_torch(
@@ -50,38 +49,41 @@ def compare_with_torch(
         raise RequestError(
             f"engine {engine!r} has its own weights and rows, so its steps cannot be compared"
         )
-    rows: list[ConformCheck] = []
-    finished = True
-    packages: dict[str, str] | None = None
     chosen = _resolve_cases(row, cases)
     with tempfile.TemporaryDirectory(prefix="steelyard-conform-") as folder:
+        yardstick, tested = (
+            ConformRunner(name, paths, accelerator, Path(folder))
+            for name, paths in ((YARDSTICK, EngineSettings()), (engine, engine_paths))
+        )
+        comparison = _Comparison(yardstick, tested)
         for item in chosen:
-            torch_record = _run_smoke(item, YARDSTICK, EngineSettings(), accelerator, Path(folder))
-            engine_record = _run_smoke(item, engine, engine_paths, accelerator, Path(folder))
-            rows += check_conformity(torch_record, engine_record)
-            finished &= "failed" not in (torch_record.status, engine_record.status)
-            packages = (
-                engine_record.environment.software.packages
-                if engine_paths.python is not None
-                else None
-            )
-    conforms = all(item.ok for item in rows)
-    if not finished:
+            comparison.compare(item)
+        # an engine whose answers are wrong does not conform, however long they took
+        if comparison.conforms:
+            comparison.compare_times()
+    rows, conforms = comparison.rows, comparison.conforms
+    identity = conformity.merge_identities(comparison.identities)
+    if not comparison.finished:
         print_stderr(
             "result not stored: a run failed, perhaps because of this machine; fix the cause and"
+            " run again"
+        )
+    elif identity is None:
+        print_stderr(
+            "result not stored: the engine's code changed during the test, or cannot be identified;"
             " run again"
         )
     # some of the cases can show that an engine does not conform, never that it does
     elif cases is None or not conforms:
         names = [item.case.name for item in chosen]
-        path = conformity.write_conformity(row, names, conforms, packages)
+        path = conformity.write_conformity(row, names, conforms, identity)
         print_stderr(f"result stored: {path}")
     if as_json:
         entries = [{**asdict(row), "ok": row.ok} for row in rows]
         print_json(
             {
                 "engine": engine,
-                "version": conformity.hash_engine(row, packages),
+                "version": conformity.hash_engine(row, identity),
                 "conforms": conforms,
                 "rows": entries,
             }
@@ -91,62 +93,91 @@ def compare_with_torch(
     return 0 if conforms else 1
 
 
+class _Comparison:
+    """The comparison of an engine (`tested`) with engine torch (`yardstick`) as it grows: `compare`
+    adds the rows of a case to `rows`, `compare_times` those of timed runs of one case of each work.
+
+    `finished`: no run has failed. `identities` are those of the engine's code in its runs.
+    """
+
+    def __init__(self, yardstick: ConformRunner, tested: ConformRunner) -> None:
+        """Begin without rows; nothing is run."""
+        self._yardstick, self._tested = yardstick, tested
+        self.rows: list[ConformCheck] = []
+        self.finished = True
+        self.identities: list[str | None] = []
+        # the first compared case of each work (`score_choices`, `train_rows`, ...)
+        self._by_work: dict[str, tuple[ResolvedCase, Record, Record]] = {}
+
+    @property
+    def conforms(self) -> bool:
+        """Whether no row is wrong; rows that were not tested do not count."""
+        return all(row.ok is not False for row in self.rows)
+
+    def compare(self, resolved: ResolvedCase) -> None:
+        """Run a case with both engines and add the rows of the comparison; if its passes can change
+        their order, run it again with the engine, over other rows first and in the other order, and
+        add the rows of the same answers.
+        """
+        limits = conform_runs.limit_compared(resolved)
+        ours = self._keep(self._yardstick.run(resolved, limits))
+        theirs = self._keep(self._tested.run(resolved, limits))
+        self.rows += conform_checks.check_conformity(ours, theirs)
+        self._by_work.setdefault(resolved.case.question.task_row.work, (resolved, ours, theirs))
+        other_order = conform_runs.plan_other_order(ours)
+        if other_order is not None:
+            reordered = conform_runs.resolve_smoke(resolved.case.name, ["tune.order=1"])
+            again = self._keep(self._tested.run(reordered, other_order))
+            self.rows += conform_checks.check_answers_again(ours, again, "after other rows")
+
+    def compare_times(self) -> None:
+        """Run the first case of each work that the engine does in three sizes, with a wider model,
+        and add the rows on their CPU time. The series ends early, or does not begin, if something
+        keeps it from saying anything, such as other processes on the host.
+        """
+        for resolved, ours, theirs in self._by_work.values():
+            settings = conform_runs.list_timed_settings(ours)
+            widened = conform_runs.resolve_smoke(resolved.case.name, settings)
+            timed: list[Record] = []
+            for limits in conform_runs.plan_timed_runs(ours):
+                if proportion_checks.find_obstacle(timed[-1:] or [ours, theirs]) is not None:
+                    break
+                timed.append(self._keep(self._tested.run(widened, limits)))
+            self.rows += proportion_checks.check_proportion(timed, [ours, theirs])
+
+    def _keep(self, record: Record) -> Record:
+        """Note whether a run failed and, of the tested engine, the identity of its code; return the
+        record.
+        """
+        self.finished &= record.status != "failed"
+        if record.engine.name == self._tested.engine:
+            self.identities.append(record.engine.identity)
+        return record
+
+
 def _resolve_cases(row: EngineRow, names: list[str] | None) -> list[ResolvedCase]:
-    """Return the cases (None: all shipped ones that the engine runs), resolved at size smoke in
-    division closed, with dropout 0 where the model has any: engines draw random numbers in
-    different orders.
+    """Return the cases (None: all shipped ones that the engine runs), resolved by
+    `conform_runs.resolve_smoke`.
 
     Raise RequestError if the engine refuses a case that was named, or runs none.
     """
     resolved: list[ResolvedCase] = []
     for name in names or resolve.list_shipped_cases():
-        case = resolve.resolve_case(name, "smoke", None, "closed").case
-        refusal = row.refusal(case)
+        item = conform_runs.resolve_smoke(name)
+        refusal = row.refusal(item.case)
         if refusal is not None and names:
             raise RequestError(refusal)
         if refusal is None:
-            without_dropout = [
-                f"question.model.{key}=0"
-                for key in ("dropout",)
-                if hasattr(case.question.model, key)
-            ]
-            resolved.append(resolve.resolve_case(name, "smoke", None, "closed", without_dropout))
+            resolved.append(item)
     if not resolved:
         raise RequestError(f"engine {row.name!r} runs none of the cases; see steelyard list")
     return resolved
 
 
-def _run_smoke(
-    resolved: ResolvedCase,
-    engine: str,
-    engine_paths: EngineSettings,
-    accelerator: str,
-    folder: Path,
-) -> Record:
-    """Run a case once on one device and return its record, also of a failed run, which is written
-    to `folder`; training runs for two steps. Print case and engine on stderr before, and raise
-    KeyboardInterrupt if the run was interrupted, RequestError if it is refused.
-    """
-    steps = TRAINING_STEPS if resolved.case.question.train is not None else None
-    print_stderr(f"{resolved.case.name} {engine}")
-    request = Request(
-        resolved=resolved,
-        engine=engine,
-        engine_settings=engine_paths,
-        accelerator=accelerator,
-        steps=steps,
-        out=folder,
-    )
-    record = run_case(check_request(request))[0]
-    if is_interrupted(record):
-        raise KeyboardInterrupt
-    return record
-
-
 def _format_comparison(engine: str, rows: list[ConformCheck], conforms: bool) -> str:
     """Return the comparison as aligned lines: a head, one per case and quantity with both values,
-    their difference, what is allowed and `ok` or `WRONG`, and a last line that says whether the
-    engine conforms.
+    their difference, what is allowed and the verdict; a line for each quantity that was not tested,
+    and a last line that says whether the engine conforms.
     """
     head = ("case", "quantity", YARDSTICK, engine, "difference", "allowed", "")
     cells = [
@@ -159,19 +190,20 @@ def _format_comparison(engine: str, rows: list[ConformCheck], conforms: bool) ->
                 _format_cell(row.theirs),
                 _format_cell(row.apart),
                 _format_cell(row.allowed),
-                _format_verdict(row),
+                VERDICTS[row.ok],
             )
             for row in rows
         ),
     ]
-    return "\n".join(
-        [*align_columns(cells), f"engine {engine} {'conforms' if conforms else 'does not conform'}"]
-    )
+    untested = [
+        f"not tested: {row.case}: {row.what}: {row.untested}" for row in rows if row.ok is None
+    ]
+    verdict = f"engine {engine} {'conforms' if conforms else 'does not conform'}"
+    return "\n".join([*align_columns(cells), *untested, verdict])
 
 
-def _format_verdict(row: ConformCheck) -> str:
-    """Return `ok`, or `WRONG` if a quantity differs by more than its tolerance."""
-    return "ok" if row.ok else "WRONG"
+# by `ConformCheck.ok`
+VERDICTS = {True: "ok", False: "WRONG", None: "not tested"}
 
 
 def _format_cell(value: float | str | None) -> str:

@@ -1,5 +1,5 @@
 """Execute the runs of a command one after the other, and print the results: a table of runs, of the
-points of a sweep, or of engines side by side.
+points of a sweep, or of engines side by side, the latter two with a verdict at the end.
 
 `cli/run.py` passes in the requests; `run/checked_request.py` checks each, `run/parent.py` runs it
 and writes its record.
@@ -30,8 +30,10 @@ from steelyard.cli.printing import (
     to_one_line,
 )
 from steelyard.cli.progress import ProgressDisplay
+from steelyard.cli.verdicts import print_verdicts, verdict_to_json
 from steelyard.errors import EngineError, LostError, RequestError
-from steelyard.metrics import engine_groups
+from steelyard.metrics import engine_groups, standing
+from steelyard.metrics.verdict import Contender, Verdict, judge_engines, judge_points
 from steelyard.record import record, signature
 from steelyard.record.record import Record
 from steelyard.report import group_data
@@ -80,7 +82,7 @@ class ExcludedEngine:
 def run_each(requests: list[Request], output: OutputOptions) -> int:
     """Check all requests, then run each once, in order, print the table of runs and one for each
     group of repeats on stdout (with --json one document), and return the exit code: 0 if all are
-    valid, otherwise 1, also after an interrupt, which ends the series.
+    valid or unproven, otherwise 1, also after an interrupt, which ends the series.
 
     A record of each run is written. Raise RequestError, before the first run, if a request is
     wrong; later only for what a host or worker finds wrong; LostError if a record cannot be written
@@ -97,15 +99,15 @@ def run_each(requests: list[Request], output: OutputOptions) -> int:
         print_run_result(format_page(report.build_summary_page(records), output.wide))
         print_repeats(records, output.wide)
 
-    return _print_results(results, len(queue), output, print_tables, lambda records: {})
+    return _print_results(results, len(queue), output, print_tables, lambda records: {}, [])
 
 
 def run_sweep(
     requests: list[Request], axes: tuple[SweepAxis, ...], times: int, output: OutputOptions
 ) -> int:
-    """Run each point of a sweep `times` times, less the valid records of it that are already in the
-    output folder, print the table of points on stdout, and return the exit code: 0 if every point
-    has its valid records, otherwise 1, also after an interrupt.
+    """Run each point of a sweep `times` times, less the valid and unproven records of it that are
+    already in the output folder, print the table of points and the verdict on stdout, and return
+    the exit code: 0 if every point has its records, otherwise 1, also after an interrupt.
 
     Raise RequestError, before the first run, if a request is wrong or two points are the same run.
     Damaged records in the folder become warnings on stderr. A sweep over devices or nodes also
@@ -134,6 +136,7 @@ def run_sweep(
     by_point: dict[int, list[RunResult]] = {}
     for result in results:
         by_point.setdefault(result[0].request_index, []).append(result)
+    verdicts = judge_points([_make_contender(one) for one in by_point.values()])
     repeats = [
         item
         for point_results in by_point.values()
@@ -166,13 +169,13 @@ def run_sweep(
             "sweep": {"keys": keys, "points": points, "scaling": scaling},
         }
 
-    return _print_results(results, len(queue), output, print_tables, extra_json)
+    return _print_results(results, len(queue), output, print_tables, extra_json, verdicts)
 
 
 def run_engines(requests: list[Request], times: int, output: OutputOptions) -> int:
     """Run the requests, one per engine and case, `times` times in turn, so that changes on the
-    machine affect all engines alike; print the engines side by side and return the exit code: 0 if
-    all runs are valid, otherwise 1, also after an interrupt.
+    machine affect all engines alike; print the engines side by side and the verdict, and return
+    the exit code: 0 if all runs are valid or unproven, otherwise 1, also after an interrupt.
 
     An engine that cannot run a case is left out with a line on stderr, also if only a host or
     worker finds that. Raise RequestError, before any run, if one of the cases has no engine that
@@ -227,6 +230,7 @@ def run_engines(requests: list[Request], times: int, output: OutputOptions) -> i
         output,
         print_tables,
         extra_json,
+        judge_engines(run_record for _, run_record in results),
     )
 
 
@@ -378,34 +382,35 @@ def _print_results(
     output: OutputOptions,
     print_tables: Callable[[list[Record]], None],
     extra_json: Callable[[list[Record]], dict[str, Any]],
+    verdicts: list[Verdict],
 ) -> int:
-    """Print the results of a command on stdout: with --json one document of all records and their
-    repeats, to which `extra_json` adds; otherwise what `print_tables` prints, and a waterfall if
-    the runs were profiled (--explain). `results` must not be empty.
+    """Print the results of a command on stdout: with --json one document of all records, their
+    repeats and the verdicts, if there are any, to which `extra_json` adds; otherwise what
+    `print_tables` prints, a waterfall if the runs were profiled (--explain), and at the end the
+    verdicts. `results` must not be empty.
 
-    Return the exit code: 0 if there are `expected_runs` runs and all are valid, otherwise 1.
+    Return the exit code: 0 if there are `expected_runs` runs and all are valid or unproven, else 1.
     """
     records = [run_record for _, run_record in results]
     if output.json:
         documents = [record.record_to_english_json(run_record) for run_record in records]
-        print_json(
-            {"records": documents, "repeats": _models_to_json(group_data.collect_repeats(records))}
-            | extra_json(records),
-            print_run_result,
-        )
+        document: dict[str, Any] = {
+            "records": documents,
+            "repeats": _models_to_json(group_data.collect_repeats(records)),
+            **extra_json(records),
+        }
+        if verdicts:
+            document["verdicts"] = [verdict_to_json(verdict) for verdict in verdicts]
+        print_json(document, print_run_result)
     else:
         print_tables(records)
         request = results[0][0].checked.request
         if request.explain:
             print_waterfall(records, request.out, output)
+        print_verdicts(verdicts, output.wide)
         if not output.silent and is_terminal(sys.stderr):
             print_stderr(f"more: steelyard report {shlex.quote(str(request.out))}")
-    return (
-        0
-        if len(results) == expected_runs
-        and all(run_record.status == "valid" for run_record in records)
-        else 1
-    )
+    return 0 if len(results) == expected_runs and all(map(standing.is_answer_right, records)) else 1
 
 
 def _models_to_json(models: Any) -> list[dict[str, Any]]:
@@ -477,6 +482,15 @@ def _format_point_title(checked: CheckedRequest, all_runs: list[CheckedRequest])
         if len(cases) > 1
         else _format_point_of(checked)
     )
+
+
+def _make_contender(results: list[RunResult]) -> tuple[str, Contender]:
+    """Return a point of a sweep as a contender of the verdict, from its runs (at least one), with a
+    text that identifies its question.
+    """
+    checked = results[0][0].checked
+    question = checked.case.question.model_dump_json()
+    return question, Contender(_format_point_of(checked), tuple(item for _, item in results))
 
 
 def _point_to_json(results: list[RunResult]) -> dict[str, Any]:

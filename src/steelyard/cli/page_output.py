@@ -80,20 +80,22 @@ class ExportOptions:
 
 def _render_page(options: ExportOptions, specs: list[SpecRecord], records: list[Record]) -> str:
     """Return a page, or the CSV table of records, as text. Spec records are rendered if there are
-    any, the others are then ignored. Text is as wide as the terminal, without limit with --wide,
-    --full or --to; it is the brief page unless --full or --json, or the waterfall with --explain.
-    Raise RequestError for CSV of spec records.
+    any, the others are then ignored. Text is as wide as the terminal, without limit with --wide or
+    --to, and has all columns of tables with --full; it is the brief page unless --full or --json,
+    or the waterfall with --explain. Raise RequestError for CSV of spec records.
     """
     if specs and options.format == CSV:
         raise RequestError(
             f"--format {CSV} lists runs; spec records have no metrics: use --json or another format"
         )
-    width = find_width(options.wide or options.full or options.to is not None)
+    width = find_width(options.wide or options.to is not None)
+    short = options.format == "text" and not options.full and not options.as_json
+    if specs and short:
+        return report.render_brief_ceilings(specs, options.lang, width)
     if specs:
-        return report.render_ceilings(specs, options.format, options.lang, width)
+        return report.render_ceilings(specs, options.format, options.lang, width, options.full)
     if options.format == CSV:
         return as_csv.render_csv(records)
-    short = options.format == "text" and not options.full and not options.as_json
     make_page = (
         report.build_waterfall_page
         if options.explain
@@ -101,7 +103,7 @@ def _render_page(options: ExportOptions, specs: list[SpecRecord], records: list[
         if short
         else report.build_report_page
     )
-    return report.render(records, options.format, options.lang, make_page, width)
+    return report.render(records, options.format, options.lang, make_page, width, options.full)
 
 
 def export_records(options: ExportOptions, specs: list[SpecRecord], records: list[Record]) -> None:

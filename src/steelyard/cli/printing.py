@@ -43,7 +43,7 @@ _CONTROL_CHARACTERS = re.compile(
 
 
 # Colours (SGR codes of ECMA-48) of the words that a line on stderr begins with.
-_COLOURS = {"error": 31, "failed": 31, "invalid": 31, "warning": 33, "valid": 32}
+_COLOURS = {"error": 31, "failed": 31, "invalid": 31, "warning": 33, "unproven": 33, "valid": 32}
 
 
 @dataclass(frozen=True)
@@ -117,15 +117,19 @@ def print_stderr(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def print_run_status(record: "Record | SpecRecord", path: object) -> None:
-    """Print on stderr the status of a record and `path`, where it was written; then one indented
-    line for each of its reasons.
+def print_run_status(
+    record: "Record | SpecRecord", path: object, with_reasons: bool = True
+) -> None:
+    """Print on stderr the status of a record and `path`, where it was written; then, if
+    `with_reasons`, one line for each of its reasons, indented, or as a warning if the run is
+    unproven, which is no error.
     """
     from steelyard import words
 
     print_stderr(f"{record.status}: {path}")
-    for reason in record.reasons:
-        print_stderr(f"  {to_one_line(f'{reason.code}: {words.render_text(reason.text)}')}")
+    for reason in record.reasons if with_reasons else []:
+        text = to_one_line(f"{reason.code}: {words.render_text(reason.text)}")
+        print_stderr(f"warning: {text}" if record.status == "unproven" else f"  {text}")
 
 
 def print_start_line(activity: str, output: OutputOptions) -> None:

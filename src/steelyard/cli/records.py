@@ -120,8 +120,11 @@ def verify_record(path: Path, signers: Path | None, alone: bool) -> RecordVerifi
     """
     try:
         is_spec = record_file.read_record_kind(path) == "spec"
-        wrong = ceiling_rates.verify_spec_record(path) if is_spec else verify.verify_record(path)
-        remarks = [] if is_spec else verify.list_remarks(path)
+        wrong, remarks = (
+            (ceiling_rates.verify_spec_record(path), ceiling_rates.list_spec_remarks(path))
+            if is_spec
+            else verify.verify_with_remarks(path)
+        )
     except RequestError as error:
         if alone:
             raise

@@ -26,7 +26,7 @@ from steelyard.cli.printing import (
 from steelyard.cli.records import read_run_records
 from steelyard.cli.requests import check_repeat, find_site_file
 from steelyard.errors import RequestError
-from steelyard.metrics import record_fields, side_comparison
+from steelyard.metrics import record_fields, side_comparison, standing
 from steelyard.metrics.record_fields import FieldDifference
 from steelyard.metrics.side_comparison import ComparisonSide
 from steelyard.record import record
@@ -175,7 +175,5 @@ def _print_comparison(
         )
     else:
         print_run_result(format_page(report.build_comparison_page(comparison), output.wide))
-    all_valid = len(new_records) == times and all(
-        new_record.status == "valid" for new_record in new_records
-    )
-    return 0 if all_valid and not comparison.has_regressed else 1
+    all_right = len(new_records) == times and all(map(standing.is_answer_right, new_records))
+    return 0 if all_right and not comparison.has_regressed else 1

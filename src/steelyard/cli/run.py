@@ -31,8 +31,9 @@ from steelyard.cli.printing import OutputOptions, print_start_line
 def run(options: RunOptions) -> int:
     """Run cases, check the answers, and write a record of each.
 
-    Start with smoke. A real run needs --data, and usually --weights. Exit code 0: all valid; 1: a
-    run is invalid or failed; 2: the request is wrong.
+    Start with smoke. A real run needs --data, and usually --weights. Exit code 0: all valid, or
+    unproven (too few steps to prove the rate, with a warning); 1: a run is invalid or failed; 2:
+    the request is wrong.
 
     \b
     Examples:
@@ -174,9 +175,10 @@ def conform(
 ) -> int:
     """Check that an engine computes what engine torch computes.
 
-    Both run every case at size smoke. It compares loss and gradient norm of step 1, scores, answers
-    and counts, each with a tolerance. Records of this version of the engine say the result. Exit
-    code 0: it conforms; 1: it does not.
+    Both run every case at size smoke. It compares loss and gradient norm of steps 1 and 2, scores,
+    answers, counts, weights and parameters, each with a tolerance; scores also over other rows and
+    with the passes reversed. On a CPU, the CPU time of three sizes must grow with the work. Records
+    of this version of the engine say the result. Exit code 0: it conforms; 1: it does not.
 
     \b
     Examples:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from steelyard import plugins
 from steelyard.cli import complete
 from steelyard.cli.options import (
     SMOKE,
@@ -48,6 +49,7 @@ def list_(as_json: JsonOption = False) -> None:
     device_entries: list[dict[str, Any]] = [
         {
             "accelerator": row.name,
+            "package": _name_package(accelerators.ENTRY_POINT_GROUP, row.name),
             "index": i,
             "device": found_device.name,
             "memory_bytes": found_device.memory_bytes,
@@ -73,8 +75,9 @@ def list_(as_json: JsonOption = False) -> None:
     devices = []
     for device in device_entries:
         memory = f", {device['memory_bytes'] / (1 << 30):.0f} GiB" if device["memory_bytes"] else ""
+        package = f", from {device['package']}" if device["package"] else ""
         devices.append(
-            (f"{device['accelerator']}:{device['index']}", f"{device['device']}{memory}")
+            (f"{device['accelerator']}:{device['index']}", f"{device['device']}{memory}{package}")
         )
     sections = (
         ("cases", [(case["name"], case["title"]) for case in cases]),
@@ -91,10 +94,18 @@ def list_(as_json: JsonOption = False) -> None:
     )
 
 
+def _name_package(group: str, name: str) -> str | None:
+    """Return name and version of the package that brings a row of this name to an entry-point
+    group; None for a row of Steelyard's own.
+    """
+    provider = plugins.find_provider(group, name)
+    return None if provider is None else str(provider)
+
+
 def _describe_engine(row: dict[str, Any], case_count: int) -> str:
-    """Return one line on what an engine runs: cases, divisions, precisions, parallel degrees, and
-    what is missing to run it. `row` is the dict that `_engine_to_json` returns, `case_count` the
-    number of all cases.
+    """Return one line on what an engine runs: cases, divisions, precisions, parallel degrees, the
+    package that it is from unless it is Steelyard, and what is missing to run it. `row` is the dict
+    that `_engine_to_json` returns, `case_count` the number of all cases.
     """
     case_names = (
         "all cases"
@@ -107,6 +118,7 @@ def _describe_engine(row: dict[str, Any], case_count: int) -> str:
         ", ".join(_list_precisions(row)),
         " ".join(row["degrees"]),
     ]
+    parts += [f"from {row['package']}"] if row["package"] else []
     parts += [f"{row['missing']} is not installed"] if row["missing"] else []
     parts += (
         [f"needs --set engine.checkout=DIR, a checkout of {row['checkout']}"]
@@ -134,9 +146,11 @@ def _is_training(work: str) -> bool:
 
 def _engine_to_json(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
     """Return what an engine can do, as JSON data: the names of those `cases` that it accepts,
-    works, families, divisions, precisions, degrees, a package that is missing, or None, and the
-    program of which it needs a checkout, or None.
+    works, families, divisions, precisions, degrees, the package that it is from (None: Steelyard),
+    a package that is missing, or None, and the program of which it needs a checkout, or None.
     """
+    from steelyard.engine import engine_rows
+
     accepted = [case.name for case in cases if row.refusal(case) is None]
     return {
         "name": row.name,
@@ -148,6 +162,7 @@ def _engine_to_json(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
         "precisions": list(row.precisions),
         "trains_in": list(row.trains_in) if any(map(_is_training, row.works)) else [],
         "degrees": [degree.upper() for degree in row.degrees],
+        "package": _name_package(engine_rows.ENGINES_GROUP, row.name),
         "missing": row.find_missing_module(),
         "checkout": row.checkout or None,
     }

@@ -17,16 +17,19 @@ from steelyard.report import flagperf
 from steelyard.report.as_html import render_html
 from steelyard.report.as_md import render_markdown
 from steelyard.report.as_text import render_text
+from steelyard.report.ceilings_brief import BRIEF_LINES, yield_brief_pages
 from steelyard.report.ceilings_page import build_ceilings_page
 from steelyard.report.comparison_page import build_comparison_page
 from steelyard.report.document import Lang, Page
 from steelyard.report.flagperf import CasePage
 from steelyard.report.group_tables import ENGINES, REPEATS, SCALING
 from steelyard.report.history_page import build_history_page
+from steelyard.report.plain_text import clean_line
 from steelyard.report.report_page import build_report_page
 from steelyard.report.summary import build_brief_page, build_summary_page
+from steelyard.report.verdict_page import build_verdict_page, format_verdict
 from steelyard.report.waterfall_page import build_short_waterfall_page, build_waterfall_page
-from steelyard.words import LANGS
+from steelyard.words import LANGS, PageWords
 
 Kind = TypeVar("Kind")
 build_repeats_page, build_engines_page, build_scaling_page = (
@@ -55,10 +58,13 @@ __all__ = [
     "build_scaling_page",
     "build_short_waterfall_page",
     "build_summary_page",
+    "build_verdict_page",
     "build_waterfall_page",
     "flagperf_pages",
     "format_page",
+    "format_verdict",
     "render",
+    "render_brief_ceilings",
     "render_ceilings",
     "render_html",
     "render_markdown",
@@ -72,40 +78,71 @@ def render(
     lang: str,
     build: Callable[[list[Record], Lang], Page] = build_report_page,
     columns: int | None = None,
+    all_columns: bool = False,
 ) -> str:
     """Build a page from records and return it as a string in one of FORMATS (`text`, `md`, `html`);
     nothing is printed or written.
 
     `build(records, lang)` makes the page; the default is the whole report. `lang` is `en` or `zh`.
-    `columns` is the terminal width that plain text must fit (None: no limit); the other formats
-    ignore it. Raises RequestError if `records` is empty or the format or language is unknown.
+    `columns` is the terminal width that plain text must fit (None: no limit), and `all_columns`
+    whether it keeps all columns of tables; the other formats ignore both. Raises RequestError if
+    `records` is empty or the format or language is unknown.
     """
-    return format_page(build(_check_not_empty(records), _check_language(lang)), format, columns)
+    page = build(_check_not_empty(records), _check_language(lang))
+    return format_page(page, format, columns, all_columns)
 
 
 def render_ceilings(
-    records: list[SpecRecord], format: str, lang: str, columns: int | None = None
+    records: list[SpecRecord],
+    format: str,
+    lang: str,
+    columns: int | None = None,
+    all_columns: bool = False,
 ) -> str:
     """Return the page of spec records (measured ceilings of machines, from `steelyard spec`) as a
     string in one of FORMATS.
 
-    `columns` is the terminal width that plain text must fit; None means no limit. Raises
-    RequestError if `records` is empty or the format or language is unknown.
+    `columns` is the terminal width that plain text must fit (None: no limit), and `all_columns`
+    whether it keeps all columns of tables. Raises RequestError if `records` is empty or the format
+    or language is unknown.
     """
-    return format_page(
-        build_ceilings_page(_check_not_empty(records), _check_language(lang)), format, columns
-    )
+    page = build_ceilings_page(_check_not_empty(records), _check_language(lang))
+    return format_page(page, format, columns, all_columns)
 
 
-def format_page(page: Page, format: str, columns: int | None = None) -> str:
+def render_brief_ceilings(
+    records: list[SpecRecord], lang: str, columns: int | None = None, full_command: str = "--full"
+) -> str:
+    """Return the short page of spec records as plain text of at most `BRIEF_LINES` lines: the best
+    rates of a machine, or one row for each of several records. Rows that do not fit are left out.
+
+    `columns` is the terminal width; None means no limit. The last line names `full_command`, which
+    shows all rows; it is not wrapped, so that it can be copied. Raises RequestError if `records` is
+    empty or the language is unknown.
+    """
+    known_lang, text = _check_language(lang), ""
+    hint = PageWords(known_lang)("spec.brief.more", clean_line(full_command))
+    for page in yield_brief_pages(_check_not_empty(records), known_lang):
+        text = f"{render_text(page, columns)}\n{hint}\n"
+        if text.count("\n") <= BRIEF_LINES:
+            break
+    return text
+
+
+def format_page(
+    page: Page, format: str, columns: int | None = None, all_columns: bool = False
+) -> str:
     """Render a page as a string in one of FORMATS; raise RequestError for an unknown format.
 
-    `columns` is the terminal width that plain text must fit; None means no limit. Other formats
-    ignore it.
+    `columns` is the terminal width that plain text must fit; None means no limit. With
+    `all_columns` a table that is too wide for it is split, else columns are left out. Other formats
+    ignore both.
     """
     if format not in FORMATS:
         raise RequestError(f"format {format!r} is not known; allowed: {', '.join(FORMATS)}")
-    return render_text(page, columns) if format == "text" else FORMATS[format](page)
+    if format == "text":
+        return render_text(page, columns, all_columns)
+    return FORMATS[format](page)
 
 
 def flagperf_pages(records: list[Record], lang: str) -> list[CasePage]:

@@ -1,34 +1,38 @@
-"""Build the tables of a case: groups of repeated runs compared, all values of every run, and MFU by
+"""Build the tables of a case: groups of repeated runs compared, all their values, and MFU by
 convention.
 
 Published rows stand below the measured ones. The report page calls these functions for each case.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard import words
-from steelyard.metrics import overview, rates, shipped_cases
+from steelyard.metrics import overview, rates, shipped_cases, standing
 from steelyard.metrics.metric_table import find_metric as metric_row
 from steelyard.metrics.overview import OverviewRow
 from steelyard.metrics.passes import count_devices
 from steelyard.record.record import Record
 from steelyard.report.columns import TableField, load_table_layout
 from steelyard.report.document import Cell, ColumnSpec, Link, Table, Tone, build_table
+from steelyard.report.marks import format_engine, format_peak_mark, list_vouching_notes
 from steelyard.report.numbered_runs import (
     STATUS_TONE,
     NumberedRun,
+    average_metric,
     format_accelerator,
     format_changed_settings,
     format_metric,
     format_parallel_plan,
     format_reason_codes,
+    format_run_numbers,
     format_scope,
     format_stage_memory,
     format_tuned_settings,
     format_unit,
     make_estimate_cell,
+    select_averaged,
 )
 from steelyard.report.numbers import (
     UNKNOWN,
@@ -41,34 +45,57 @@ from steelyard.report.numbers import (
 from steelyard.report.published_rows import PublishedRow, find_published_rows, make_size_note
 from steelyard.words import PageWords
 
-_STATUS_ORDER = ("valid", "invalid", "failed")
-
 
 @dataclass(frozen=True)
 class ComparedRuns:
     """A group of repeated runs (the same question, engine, plan and settings; perhaps one run
     alone): a row of the comparison table, made by `group_compared_runs`.
 
-    `row` (`OverviewRow`) has the means over its valid runs, or over the finished ones if none is
-    valid; `runs` are all its runs with their numbers. Properties: `name` (accelerator and number of
-    devices), `unit` of the rate, `is_evaluated` (the quality of every run was evaluated, and is the
-    one shown).
+    `row` (`OverviewRow`) has the means over the runs that prove its rate, or over others if none
+    does; `runs` are all its runs with their numbers. `format_name(say)` returns accelerator and
+    number of devices, `format_title(say)` the numbers of its runs with what they have in common,
+    `format_run_count(say)` their number as text. Properties: `unit` of the rate, `averaged` (the
+    records that its means are over), `labels` (the numbers of its runs), `is_evaluated` (the
+    quality of every run was evaluated, and is the one shown).
     """
 
     row: OverviewRow
     runs: tuple[NumberedRun, ...]
 
-    @property
-    def name(self) -> str:
+    def format_name(self, say: PageWords) -> str:
         """Return the accelerator and the number of devices of this group of repeats, such as
         `NVIDIA H200 × 8`.
         """
-        return format_accelerator(self.row.first_record)
+        return format_accelerator(self.row.first_record, say)
 
     @property
     def unit(self) -> str:
         """Return the unit of the group's rate, such as tokens/s."""
         return rates.work_unit(self.row.first_record)
+
+    @property
+    def averaged(self) -> Sequence[Record]:
+        """Return the records whose values the group's means are taken over (`select_averaged`)."""
+        return select_averaged(self.row.records)
+
+    @property
+    def labels(self) -> str:
+        """Return the numbers of the group's runs, such as `#1, #2` or `#1–#5`."""
+        return format_run_numbers(self.runs)
+
+    def format_title(self, say: PageWords) -> str:
+        """Return the title of the group's first run with the numbers of all its runs."""
+        first = self.runs[0]
+        return f"{self.labels}{first.format_title(say).removeprefix(first.label)}"
+
+    def format_run_count(self, say: PageWords) -> str:
+        """Return how many runs the group has, such as "3 runs", or "1 of 3 valid" if some but not
+        all count; empty for a single run.
+        """
+        total, counted = len(self.row.records), len(self.row.counted)
+        if 0 < counted < total:
+            return say("side.partly", format_count(counted), format_count(total))
+        return say("count.runs", format_count(total)) if total > 1 else ""
 
     @property
     def is_evaluated(self) -> bool:
@@ -84,10 +111,10 @@ class ComparedRuns:
 
 def group_compared_runs(runs: list[NumberedRun]) -> list[ComparedRuns]:
     """Group the runs of a case by repeats (a run without repeats is a group too) and sort the
-    groups: division closed before open, valid before invalid before failed, the highest rate per
-    device first.
+    groups: division closed before open, by status (valid, unproven, invalid, failed), the whole
+    question before windows of it, the highest rate per device first.
 
-    A group's status is the best of its runs; an unknown rate counts as 0.
+    A group's status is that of its runs as one result; an unknown rate counts as 0.
     """
     overview_rows = overview.make_overview_rows(run.record for run in runs)
     groups = [
@@ -97,19 +124,27 @@ def group_compared_runs(runs: list[NumberedRun]) -> list[ComparedRuns]:
         for row in overview_rows
     ]
 
-    def sort_key(group: ComparedRuns) -> tuple[bool, str, int, float]:
+    def sort_key(group: ComparedRuns) -> tuple[bool, str, int, bool, float]:
         """Return the sort key of a group: whether it is not closed, division, position of its
-        status, and its negative rate per device (0 if unknown).
+        status, whether it is a window, and its negative rate per device (0 if unknown).
         """
         division, rate = group.row.first_record.case.division, group.row.rate
         return (
             division != "closed",
             division,
-            _STATUS_ORDER.index(group.row.status),
+            standing.STATUS_ORDER.index(group.row.status),
+            not group.row.is_whole,
             -(rate.value if rate else 0.0),
         )
 
     return sorted(groups, key=sort_key)
+
+
+def merge_repeats(runs: list[NumberedRun]) -> list[ComparedRuns]:
+    """Group the runs of a case by repeats as `group_compared_runs` does, in the order of the first
+    run of each group.
+    """
+    return sorted(group_compared_runs(runs), key=lambda group: group.runs[0].number)
 
 
 def _choose_by_row(
@@ -130,7 +165,7 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
     much of the question was run), rate per device, MFU, quality, memory in GiB, energy in J per
     token, status. The head of the rate has the most common unit; a cell with another unit names it.
     The head of the quality names the first group's metric. Footnotes explain the table and its
-    published rows.
+    published rows, and say who vouches for parts of runs that are not Steelyard's.
     """
     groups, references = group_compared_runs(runs), find_published_rows(runs)
     common_unit = Counter(group.unit for group in groups).most_common(1)[0][0]
@@ -144,13 +179,17 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
     columns: tuple[ColumnSpec[ComparedRuns | PublishedRow], ...] = (
         ColumnSpec(
             say("side.accelerator"),
-            _choose_by_row(_accelerator_cell, lambda row: _published_name_cell(row, say)),
+            _choose_by_row(
+                lambda group: _accelerator_cell(group, say),
+                lambda row: _published_name_cell(row, say),
+            ),
         ),
         ColumnSpec(
             say("side.engine"),
             _choose_by_row(
                 lambda group: Cell(
-                    group.row.first_record.engine.name, format_parallel_plan(group.row.first_record)
+                    format_engine(group.row.records, say),
+                    format_parallel_plan(group.row.first_record),
                 ),
                 lambda row: row.configuration[2],
             ),
@@ -186,7 +225,10 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
         ColumnSpec(
             say("side.mfu"),
             _choose_by_row(
-                lambda group: make_estimate_cell(group.row.mfu, "percent").text,
+                lambda group: Cell(
+                    make_estimate_cell(group.row.mfu, "percent").text,
+                    format_peak_mark(group.row.first_record, say),
+                ),
                 lambda row: _published_mfu_cell(row, say),
             ),
             right=True,
@@ -227,6 +269,7 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
         ),
     )
     notes = [say("side.note"), *make_size_note(runs, references, say)]
+    notes += list_vouching_notes([run.record for run in runs], say)
     if references:
         plural_note = say("side.published", str(len(references)))
         notes.insert(1, say("side.published.one") if len(references) == 1 else plural_note)
@@ -234,12 +277,12 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
     return replace(comparison, pinned=True)
 
 
-def _accelerator_cell(group: ComparedRuns) -> Cell:
+def _accelerator_cell(group: ComparedRuns, say: PageWords) -> Cell:
     """Return the cell with a group's accelerator and number of devices, and below the labels of its
     runs, which HTML links to their parts of the page.
     """
     links = tuple(Link(run.label, run.anchor) for run in group.runs)
-    return Cell(group.name, ", ".join(run.label for run in group.runs), links=links)
+    return Cell(group.format_name(say), ", ".join(run.label for run in group.runs), links=links)
 
 
 def _settings_cell(group: ComparedRuns, say: PageWords) -> Cell:
@@ -255,27 +298,32 @@ def _settings_cell(group: ComparedRuns, say: PageWords) -> Cell:
 
 
 def _status_cell(group: ComparedRuns, latest: int, say: PageWords) -> Cell:
-    """Return the cell with the group's best status, coloured, and below it how many runs are valid
-    if some but not all are, the reason codes of those that are not, and the version of its formulas
-    if older than `latest`.
+    """Return the cell with the status of the group's runs as one result, coloured, and below it how
+    many runs count if some but not all do, the reason codes of those that do not, and the version
+    of its formulas if older than `latest`.
     """
     row, formulas = group.row, group.row.first_record.formulas or 1
-    not_valid = [record for record in row.records if record.status != "valid"]
-    partly_valid = say("side.partly", format_count(row.valid_count), format_count(len(row.records)))
+    counted = format_count(len(row.counted))
+    partly_counted = say("side.partly", counted, format_count(len(row.records)))
+    by_repeats = say("side.by_repeats", counted)
+    is_proven_by_repeats = row.is_proven and any(
+        not standing.is_valid(record) for record in row.counted
+    )
     older_formulas = say("side.formulas", str(formulas)) if formulas < latest else ""
     remarks = (
-        partly_valid if not_valid and row.valid_count else "",
-        format_reason_codes(not_valid, say),
+        by_repeats if is_proven_by_repeats else "",
+        partly_counted if row.is_proven and len(row.counted) < len(row.records) else "",
+        format_reason_codes(standing.select_not_proven(row.records), say),
         older_formulas,
     )
     return Cell(say(row.status), say("comma").join(filter(None, remarks)), STATUS_TONE[row.status])
 
 
 def _rate_cell(group: ComparedRuns, common_unit: str, say: PageWords) -> Cell:
-    """Return the group's rate per device with its interval below, strong, or muted if no run is
-    valid; UNKNOWN if there is none. The unit is added if it is not `common_unit`.
+    """Return the group's rate per device with its interval below, strong, or muted if it is not
+    proven; UNKNOWN if there is none. The unit is added if it is not `common_unit`.
     """
-    cell = make_estimate_cell(group.row.rate, tone="strong" if group.row.valid_count else "muted")
+    cell = make_estimate_cell(group.row.rate, tone="strong" if group.row.is_proven else "muted")
     if cell.text == UNKNOWN or group.unit == common_unit:
         return cell
     return replace(cell, text=f"{cell.text} {words.translate_unit(group.unit, say.lang)}")
@@ -370,27 +418,28 @@ def _present_fields(runs: list[NumberedRun], references: list[PublishedRow]) -> 
 
 
 def build_values_table(runs: list[NumberedRun], say: PageWords) -> Table:
-    """Build the table of all values: one row per run in their order, then the published rows;
-    columns are those of `_present_fields`.
+    """Build the table of all values: one row per run, or of repeats with the means of their valid
+    runs, in order of their first run, then the published rows; columns are those of
+    `_present_fields`.
 
     Footnotes explain the stars (headline columns), each published row, that published rows are of
     size full if the runs are not, and models whose FLOPs do not follow from their shapes.
     """
     references = find_published_rows(runs)
-    name_accelerator = len({format_accelerator(run.record) for run in runs}) > 1
+    name_accelerator = len({format_accelerator(run.record, say) for run in runs}) > 1
 
-    def column(field: TableField) -> ColumnSpec[NumberedRun | PublishedRow]:
+    def column(field: TableField) -> ColumnSpec[ComparedRuns | PublishedRow]:
         """Return the column of a field, with the unit in its head if all runs have the same one,
         and a star before the title of a strong field.
         """
         common_unit = _common_unit(field, runs, say)
         title = say(field.title) if field.title else metric_row(field.name).heading
 
-        def cell(row: NumberedRun | PublishedRow) -> Cell:
-            """Return the cell of a run or of a published row in this column."""
+        def cell(row: ComparedRuns | PublishedRow) -> Cell:
+            """Return the cell of a group of repeats or of a published row in this column."""
             if isinstance(row, PublishedRow):
                 return _published_cell(field, row, common_unit, say)
-            return _run_cell(field, row, common_unit, name_accelerator, say)
+            return _group_cell(field, row, common_unit, name_accelerator, say)
 
         star = "*" if field.strong else ""
         return ColumnSpec(star + title, cell, common_unit or "", bool(field.metrics), field.strong)
@@ -404,8 +453,10 @@ def build_values_table(runs: list[NumberedRun], say: PageWords) -> Table:
         words.render_text(note, say.lang)
         for note in shipped_cases.make_counted_flops_notes(run.record for run in runs)
     ]
-    columns = map(column, _present_fields(runs, references))
-    return build_table(columns, runs, notes, last_rows=references, last_kind="published")
+    columns, groups = map(column, _present_fields(runs, references)), merge_repeats(runs)
+    if len(groups) < len(runs):
+        notes.insert(1, say("side.means"))
+    return build_table(columns, groups, notes, last_rows=references, last_kind="published")
 
 
 def _common_unit(field: TableField, runs: list[NumberedRun], say: PageWords) -> str | None:
@@ -424,39 +475,43 @@ def _common_unit(field: TableField, runs: list[NumberedRun], say: PageWords) -> 
     return units.pop() if len(units) == 1 else None
 
 
-def _run_cell(
+def _group_cell(
     field: TableField,
-    run: NumberedRun,
+    group: ComparedRuns,
     common_unit: str | None,
     name_accelerator: bool,
     say: PageWords,
 ) -> Cell:
-    """Return a run's cell in the table of all values: a setting, or metrics joined by slashes,
-    strong in a strong column.
+    """Return the cell of a run, or of repeats, in the table of all values: a setting, or metrics
+    (means over `averaged` records) joined by slashes, strong in a strong column.
 
     Below stands that a quality was not evaluated, or else the unit where the head has none
-    (`common_unit` is None). The first column (`tool`) names the run and its engine, and below
-    status, scope (how much of the question was run), and the accelerator if `name_accelerator`; its
-    tone is `bad` if the run is not valid.
+    (`common_unit` is None). The first column (`tool`) names the runs and their engine, and below
+    status, number of runs, scope (how much of the question was run), and the accelerator if
+    `name_accelerator`; its tone is `bad` if no run is valid.
     """
-    record = run.record
+    record = group.row.first_record
     if field.name == "tool":
         parts = [
-            say(record.status),
+            say(group.row.status),
+            group.format_run_count(say),
             format_scope(record, say),
-            format_accelerator(record) if name_accelerator else "",
+            format_accelerator(record, say) if name_accelerator else "",
         ]
-        tone: Tone = "plain" if record.status == "valid" else "bad"
-        name = f"{run.label} {record.engine.name}"
+        tone: Tone = "plain" if group.row.status in standing.RIGHT_STATUSES else "bad"
+        name = f"{group.labels} {format_engine(group.row.records, say)}"
         return Cell(name, say("comma").join(filter(None, parts)), tone)
     if not field.metrics:
         return Cell(_SETTING_TEXTS[field.name](record))
-    text = join_by_slash([format_metric(name, record.metrics.get(name)) for name in field.metrics])
+    means = [average_metric(group.averaged, name) for name in field.metrics]
+    shown = zip(field.metrics, means, strict=True)
+    text = join_by_slash([format_metric(name, mean) for name, mean in shown])
     unevaluated = (
-        record.quality.metric in field.metrics and not record.quality.evaluated and text != UNKNOWN
+        record.quality.metric in field.metrics
+        and not all(averaged.quality.evaluated for averaged in group.averaged)
+        and text != UNKNOWN
     )
-    first_metric = field.metrics[0]
-    own_unit = format_unit(first_metric, record.metrics.get(first_metric), say.lang)
+    own_unit = format_unit(field.metrics[0], means[0], say.lang)
     unit_text = own_unit if common_unit is None and text != UNKNOWN else ""
     sub = say("not_evaluated") if unevaluated else unit_text
     return Cell(text, sub, "strong" if field.strong else "plain")
@@ -490,8 +545,8 @@ _MFU_METRICS = ("mfu", "mfu_core", "mfu_achievable", "mfu_palm", "mfu_nominal")
 
 
 def build_mfu_table(runs: list[NumberedRun], say: PageWords) -> Table | None:
-    """Build a table of MFU in every convention of `_MFU_METRICS`, one row per run and then per
-    published row that has one.
+    """Build a table of MFU in every convention of `_MFU_METRICS`, one row per run, or of repeats
+    with the means of their valid runs, and then per published row that has one.
 
     None where no run's record has one of these metrics, known or not, and no published row does.
     """
@@ -500,26 +555,29 @@ def build_mfu_table(runs: list[NumberedRun], say: PageWords) -> Table | None:
     if not references and not measured_names & set(_MFU_METRICS):
         return None
 
-    def title(row: NumberedRun | PublishedRow) -> str:
-        """Return the title of a run, or the footnote mark of a published row."""
-        return row.title if isinstance(row, NumberedRun) else say("published", str(row.number))
+    def title(row: ComparedRuns | PublishedRow) -> str:
+        """Return the title of a group of repeats, or the footnote mark of a published row."""
+        if isinstance(row, ComparedRuns):
+            return row.format_title(say)
+        return say("published", str(row.number))
 
-    def column(name: str) -> ColumnSpec[NumberedRun | PublishedRow]:
+    def column(name: str) -> ColumnSpec[ComparedRuns | PublishedRow]:
         """Return the column of one convention of MFU: `name` is a metric of `_MFU_METRICS`, such as
         mfu_palm, and the title, with a text for the convention below. That of the headline, `mfu`,
         is starred and bold.
         """
         headline = name == "mfu"
 
-        def cell(row: NumberedRun | PublishedRow) -> Cell | str:
-            """Return the MFU of a run or a published row in this convention."""
+        def cell(row: ComparedRuns | PublishedRow) -> Cell | str:
+            """Return the MFU of a group of repeats or a published row in this convention."""
             if isinstance(row, PublishedRow):
                 return row.format_metric(name)
-            text = format_metric(name, row.record.metrics.get(name))
+            text = format_metric(name, average_metric(row.averaged, name))
             return Cell(text, tone="strong" if headline else "plain")
 
         star = "*" if headline else ""
         return ColumnSpec(f"{star}{name}", cell, say(f"mfu.{name}"), True, headline)
 
     columns = (ColumnSpec(say("mfu.run"), title), *map(column, _MFU_METRICS))
-    return build_table(columns, runs, last_rows=references, last_kind="published")
+    groups = merge_repeats(runs)
+    return build_table(columns, groups, last_rows=references, last_kind="published")

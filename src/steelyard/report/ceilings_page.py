@@ -1,7 +1,8 @@
 """Build the page of `steelyard spec`: the measured ceilings of a machine, one table per group of
 benchmarks.
 
-Input are spec records; every number has its interval and its share of the datasheet.
+Input are spec records; every number has its interval and its share of the datasheet. The short
+page, on one screen, is made by ceilings_brief.py.
 """
 
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 from steelyard import words
 from steelyard.metrics import ceiling_rates
+from steelyard.metrics.vouching import UNNAMED_PACKAGE, has_foreign_accelerator, has_foreign_peak
 from steelyard.plan.ceiling_shapes import CEILING_GROUPS
 from steelyard.record.ceilings_record import BenchLimits, BenchTimings, Ceiling, SpecRecord
 from steelyard.report import derived_texts
@@ -25,6 +27,7 @@ from steelyard.report.document import (
     Table,
     build_table,
 )
+from steelyard.report.marks import append_package
 from steelyard.report.numbered_runs import STATUS_TONE
 from steelyard.report.numbers import (
     UNKNOWN,
@@ -40,8 +43,8 @@ SHOWN_UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "B": (float(1 
 
 
 @dataclass(frozen=True)
-class _CeilingLine:
-    """A benchmark of `steelyard spec` over all ranks: a line of the page, made by `_merge_ranks`.
+class CeilingLine:
+    """A benchmark of `steelyard spec` over all ranks: a line of the page, made by `merge_ranks`.
 
     `bench` (what was run, with timings) and `ceiling` (the rate or size that follows) are those of
     the slowest rank, for which work on all devices would wait; a rank without a value counts as the
@@ -63,13 +66,13 @@ def build_ceilings_page(records: list[SpecRecord], lang: Lang) -> Page:
     """
     say = PageWords(lang)
     title = say(
-        "spec.title", ", ".join(dict.fromkeys(_format_devices(record) for record in records))
+        "spec.title", ", ".join(dict.fromkeys(format_devices(record) for record in records))
     )
     elements: list[PageElement] = [Heading(1, title)]
     for record in records:
         if len(records) > 1:
             elements.append(
-                Heading(2, f"{_format_devices(record)} · {record.created} · {record.id[:8]}")
+                Heading(2, f"{format_devices(record)} · {record.created} · {record.id[:8]}")
             )
         elements += _record_elements(record, 2 if len(records) == 1 else 3, say)
     return Page(
@@ -77,7 +80,7 @@ def build_ceilings_page(records: list[SpecRecord], lang: Lang) -> Page:
     )
 
 
-def _format_devices(record: SpecRecord) -> str:
+def format_devices(record: SpecRecord) -> str:
     """Return the names of the record's devices, each once; the accelerator's name or UNKNOWN if
     there are none.
     """
@@ -100,7 +103,7 @@ def _record_elements(record: SpecRecord, level: int, say: PageWords) -> Iterator
             ),
             "bad",
         )
-    lines = _merge_ranks(record)
+    lines = merge_ranks(record)
     for group in CEILING_GROUPS:
         group_lines = [line for line in lines if line.bench.group == group]
         measured = [line for line in group_lines if line.ceiling.value is not None]
@@ -132,15 +135,19 @@ def _record_facts(record: SpecRecord, say: PageWords) -> Facts:
         record.environment.source,
     )
     peak = hardware.peak
+    # a spec record does not name packages
+    package = UNNAMED_PACKAGE if has_foreign_accelerator(hardware) else None
+    peak_package = UNNAMED_PACKAGE if has_foreign_peak(hardware) else None
+    peak_text = UNKNOWN if peak is None else f"{peak.name}; {peak.source}"
     cores = say("hardware.cores", format_setting(hardware.cpu), format_count(hardware.cpu_cores))
     labelled = (
         ("status", say(record.status)),
         ("spec.mode", say("spec.quick" if record.quick else "spec.full")),
         ("spec.created", record.created),
         ("hardware.machine", format_setting(hardware.machine)),
-        ("hardware.accelerator", _format_devices(record)),
+        ("hardware.accelerator", append_package(format_devices(record), package, say)),
         ("hardware.count", format_count(record.devices)),
-        ("spec.peak", UNKNOWN if peak is None else f"{peak.name}; {peak.source}"),
+        ("spec.peak", append_package(peak_text, peak_package, say)),
         ("hardware.cpu", cores),
         ("hardware.memory", format_bytes_in_gib(hardware.memory_bytes)),
         ("software.os", format_setting(software.os)),
@@ -157,7 +164,7 @@ def _record_facts(record: SpecRecord, say: PageWords) -> Facts:
     )
 
 
-def _merge_ranks(record: SpecRecord) -> list[_CeilingLine]:
+def merge_ranks(record: SpecRecord) -> list[CeilingLine]:
     """Merge the benchmarks of all ranks into one line for each group, name and precision, in the
     order of the record, with the numbers of the slowest rank.
 
@@ -176,25 +183,31 @@ def _merge_ranks(record: SpecRecord) -> list[_CeilingLine]:
         )
         values = [ceiling.value for _, ceiling in ranks_of_bench if ceiling.value is not None]
         ranks = {bench.rank for bench, _ in ranks_of_bench}
-        out.append(_CeilingLine(*slowest, len(ranks), max(values, default=None)))
+        out.append(CeilingLine(*slowest, len(ranks), max(values, default=None)))
     return out
 
 
 def _absent_elements(
-    lines: list[_CeilingLine], limits: BenchLimits, say: PageWords
+    lines: list[CeilingLine], limits: BenchLimits, say: PageWords
 ) -> Iterator[PageElement]:
     """Yield a title and a list of the benchmarks that have no number: one fact per reason (its
-    label), with the names and precisions of the benchmarks; nothing if there are no lines.
+    label), with the names and precisions of the benchmarks and the text of the exception behind it,
+    if there was one; nothing if there are no lines.
     """
-    reasons: dict[str, list[str]] = {}
+    names_by_reason: dict[tuple[str, str | None], list[str]] = {}
     for line in lines:
         name = " ".join(filter(None, (line.bench.name, line.bench.precision)))
-        reasons.setdefault(_format_remark(line.bench, limits, say) or UNKNOWN, []).append(name)
-    if reasons:
+        reason = _format_remark(line.bench, limits, say) or UNKNOWN
+        error_text = ceiling_rates.find_error_text(line.bench)
+        names_by_reason.setdefault((reason, error_text), []).append(name)
+    facts = []
+    for (reason, error_text), names in names_by_reason.items():
+        text = say("comma").join(names)
+        quoted = None if error_text is None else say("quoted", error_text)
+        facts.append(Fact(reason, text if quoted is None else say("colon").join((text, quoted))))
+    if facts:
         yield Paragraph(say("spec.absent"), "strong")
-        yield Facts(
-            tuple(Fact(reason, say("comma").join(names)) for reason, names in reasons.items())
-        )
+        yield Facts(tuple(facts))
 
 
 def _format_remark(bench: BenchTimings, limits: BenchLimits, say: PageWords) -> str:
@@ -205,7 +218,7 @@ def _format_remark(bench: BenchTimings, limits: BenchLimits, say: PageWords) -> 
     return words.render_text(ceiling_rates.make_ceiling_note(bench, limits) or "", say.lang)
 
 
-def _ceilings_table(lines: list[_CeilingLine], limits: BenchLimits, say: PageWords) -> Table:
+def _ceilings_table(lines: list[CeilingLine], limits: BenchLimits, say: PageWords) -> Table:
     """Return the table of a group of benchmarks, one row per line (at least one), all in the unit
     of the first one: TFLOP/s, GB/s or GiB.
 
@@ -216,7 +229,7 @@ def _ceilings_table(lines: list[_CeilingLine], limits: BenchLimits, say: PageWor
     scale, name = SHOWN_UNITS[lines[0].bench.unit]
     unit = words.translate_unit(name, say.lang)
 
-    def format_detail(line: _CeilingLine) -> str:
+    def format_detail(line: CeilingLine) -> str:
         """Return the settings of a benchmark, such as its shape; empty for amounts of memory."""
         return (
             format_setting(line.bench.detail)
@@ -224,7 +237,7 @@ def _ceilings_table(lines: list[_CeilingLine], limits: BenchLimits, say: PageWor
             else ""
         )
 
-    def value_cell(line: _CeilingLine) -> Cell:
+    def value_cell(line: CeilingLine) -> Cell:
         """Return the slowest rank's ceiling with its interval below."""
         ceiling = line.ceiling
         return Cell(
@@ -232,14 +245,14 @@ def _ceilings_table(lines: list[_CeilingLine], limits: BenchLimits, say: PageWor
             format_interval(ceiling.interval, scale=scale),
         )
 
-    fastest_column = ColumnSpec[_CeilingLine](
+    fastest_column = ColumnSpec[CeilingLine](
         say("spec.fastest"),
         lambda line: format_number("number", line.fastest, scale),
         unit,
         right=True,
         priority=2,
     )
-    columns: tuple[ColumnSpec[_CeilingLine], ...] = (
+    columns: tuple[ColumnSpec[CeilingLine], ...] = (
         ColumnSpec(say("spec.name"), lambda line: line.bench.name),
         ColumnSpec(say("precision"), lambda line: line.bench.precision or ""),
         ColumnSpec(say("spec.detail"), format_detail, priority=3),

@@ -30,6 +30,7 @@ from steelyard.report.document import (
     ReferenceLine,
     StackedBar,
 )
+from steelyard.report.marks import format_engine
 from steelyard.report.numbered_runs import NumberedRun, format_scope, format_tuned_settings
 from steelyard.report.numbers import UNKNOWN, finite_or_none, format_interval, format_number
 from steelyard.report.published_rows import MFU_CONVENTIONS, PublishedRow, find_published_rows
@@ -271,8 +272,8 @@ def _row_label(
 ) -> BarRow:
     """Return the label of a chart row: accelerator, number of devices and engine; below them
     precision, division, the settings that are not the case's own, the scope (how much of the
-    question was run: full, or a window with its sizes) if `with_scope`, and, if no run is valid,
-    the status. A row without a valid run is marked not `valid`, and so drawn hollow.
+    question was run: whole, or a window with its sizes) if `with_scope`, and, if its rate
+    is not proven, the status. Such a row is marked not `valid`, and so drawn hollow.
 
     `accelerators` lists all of the chart; the position in it is the colour.
     """
@@ -283,13 +284,13 @@ def _row_label(
         format_tuned_settings(first_record),
         format_scope(first_record, say) if with_scope else "",
     ]
-    parts += [] if group.row.valid_count else [say(group.row.status)]
-    text = f"{group.name} · {first_record.engine.name}"
+    parts += [] if group.row.is_proven else [say(group.row.status)]
+    text = f"{group.format_name(say)} · {format_engine(group.row.records, say)}"
     return BarRow(
         text,
         " · ".join(part for part in parts if part),
         accelerators.index(group.row.accelerator),
-        bool(group.row.valid_count),
+        group.row.is_proven,
     )
 
 

@@ -6,6 +6,7 @@ other field in which the sides differ.
 
 from typing import Any, Literal
 
+from steelyard.metrics import standing
 from steelyard.metrics.metric_table import find_metric as metric_row
 from steelyard.metrics.record_fields import FieldDifference
 from steelyard.metrics.side_comparison import Comparison, ComparisonSide, SideRate, ValueChange
@@ -23,9 +24,11 @@ from steelyard.report.document import (
     build_table,
 )
 from steelyard.report.group_tables import ANSWER_COLUMNS, make_answer_cells
+from steelyard.report.marks import format_engine, list_vouching_notes, mark_task
 from steelyard.report.numbered_runs import make_estimate_cell
 from steelyard.report.numbers import (
     UNKNOWN,
+    format_compared_number,
     format_count,
     format_interval,
     format_number,
@@ -35,20 +38,23 @@ from steelyard.words import PageWords
 
 SHOWN_RECORDS = 5  # ids that are listed of each side
 _OUTCOME_TONES: dict[str, Tone] = {"faster": "good", "slower": "bad", "no rate": "bad"}
-_DIRECTION_TONES: dict[str, Tone] = {"better": "good", "worse": "bad", "": "plain"}
+# outcomes of a change that is significant
+_SIGNIFICANT_TONES: dict[str, Tone] = {"better": "good", "worse": "bad", "changed": "plain"}
 
 
 def build_comparison_page(comparison: Comparison, lang: Lang = "en") -> Page:
     """Build the page of a comparison: the verdict, a table of both sides, the runs that do not
-    count, fields of the question that differ (if any), answers, metrics, phases (if any), and
-    settings that differ.
+    count, who vouches for parts that are not Steelyard's, fields of the question that differ (if
+    any), answers, metrics, phases (if any), and settings that differ.
 
     The title names the case of the base's first finished run; the footer lists all ids. Sections
     that have nothing to show and are not left out say so in a sentence.
     """
     say = PageWords(lang)
-    case = (comparison.base.finished or comparison.base.records)[0].case
+    first_record = (comparison.base.finished or comparison.base.records)[0]
+    case = first_record.case
     title = f"{say('compare')}: {case.name} · {case.size} · {case.precision} · {case.division}"
+    title = mark_task(title, first_record, say)
     elements: list[PageElement] = [
         Heading(1, title),
         Paragraph(
@@ -56,6 +62,8 @@ def build_comparison_page(comparison: Comparison, lang: Lang = "en") -> Page:
         ),
     ]
     elements += [_sides_table(comparison, say), *_left_out_paragraphs(comparison, say)]
+    sides = (*comparison.base.records, *comparison.new.records)
+    elements += [Paragraph(note) for note in list_vouching_notes(sides, say)]
     if comparison.question_differences:
         elements += [
             Heading(2, say("compare.across")),
@@ -85,7 +93,8 @@ def build_comparison_page(comparison: Comparison, lang: Lang = "en") -> Page:
 
 def _verdict_sentence(comparison: Comparison, say: PageWords) -> str:
     """Return one sentence: the ratio of the rates (new over base) with its interval, if any, and
-    whether it counts as faster or slower by the threshold, or why there is no ratio.
+    whether it counts as faster or slower by the threshold, or is equal in the digits shown; or why
+    there is no ratio.
     """
     if comparison.ratio is None:
         reason = (
@@ -95,14 +104,13 @@ def _verdict_sentence(comparison: Comparison, say: PageWords) -> str:
         )
         return say("compare.no rate", reason)
     verdict = say(f"compare.{comparison.outcome}", format_number("percent", comparison.threshold))
+    if rates_look_equal(comparison):
+        verdict = say("compare.equal", verdict)
     change, interval = (
         format_number("number", comparison.ratio.value),
         format_interval(comparison.ratio.interval),
     )
-    if interval:
-        # An interval from the steps of single runs says less than one from the spread of runs.
-        key = "compare.interval.steps" if comparison.ratio.source == "steps" else "compare.interval"
-        change = say(key, change, interval)
+    change = say("compare.interval", change, interval) if interval else change
     return f"{say('compare.change')} {change}: {verdict}"
 
 
@@ -125,7 +133,7 @@ def _sides_table(comparison: Comparison, say: PageWords) -> Table:
         """
         record = (side.finished or side.records)[0]
         plan = f"{record.plan.config} {record.plan}" if record.plan.world > 1 else ""
-        return Cell(record.engine.name, plan)
+        return Cell(format_engine(side.finished or side.records, say), plan)
 
     def name_cell(key: str, side: ComparisonSide) -> Cell:
         """Return the word for base or new, and below it the side's name unless that is the file
@@ -139,7 +147,9 @@ def _sides_table(comparison: Comparison, say: PageWords) -> Table:
         ColumnSpec(say("engine"), lambda row: engine_cell(row[1])),
         ColumnSpec(
             say("compare.runs"),
-            lambda row: f"{format_count(len(row[1].valid))} / {format_count(len(row[1].records))}",
+            lambda row: (
+                f"{format_count(len(row[1].counted))} / {format_count(len(row[1].records))}"
+            ),
             right=True,
         ),
         ColumnSpec(
@@ -167,10 +177,10 @@ def _left_out_paragraphs(comparison: Comparison, say: PageWords) -> list[PageEle
             "compare.left_out.one",
             record.id[:8],
             side.name,
-            ", ".join(reason.code for reason in record.reasons) or record.status,
+            ", ".join(standing.list_reason_codes(record)) or record.status,
         )
         for side in (comparison.base, comparison.new)
-        for record in side.not_valid
+        for record in side.not_counted
     ]
     out: list[PageElement] = (
         [Paragraph(say("compare.left_out", say("comma").join(not_valid)), "bad")]
@@ -222,18 +232,40 @@ def _answers_elements(comparison: Comparison, say: PageWords) -> list[PageElemen
     ]
 
 
-def _metrics_elements(comparison: Comparison, say: PageWords) -> list[PageElement]:
-    """Return the table of metrics whose means differ between the sides, or a sentence if there are
-    none; then a sentence with the number of metrics that are equal on both sides, if there are any.
+def looks_equal(change: ValueChange) -> bool:
+    """Return whether the means of both sides are known and the same in the digits that the page
+    shows, however many more they have.
     """
+    base, new = (format_compared_number(change.form, mean) for mean in (change.base, change.new))
+    return change.base is not None and change.new is not None and base == new
+
+
+def rates_look_equal(comparison: Comparison) -> bool:
+    """Return whether the page says that the rates of both sides are equal: they are the same in the
+    digits that it shows, and the comparison has no significant ratio.
+    """
+    base, new = comparison.rates
+    return (
+        base is not None
+        and new is not None
+        and comparison.outcome in ("not significant", "not tested")
+        and make_estimate_cell(base.estimate).text == make_estimate_cell(new.estimate).text
+    )
+
+
+def _metrics_elements(comparison: Comparison, say: PageWords) -> list[PageElement]:
+    """Return the table of metrics whose shown means differ between the sides, or a sentence if
+    there are none; then a sentence with the number of metrics whose shown means are equal, if
+    there are any.
+    """
+    changes = tuple(change for change in comparison.metrics if not looks_equal(change))
+    equal_count = comparison.equal_metric_count + len(comparison.metrics) - len(changes)
     out: list[PageElement] = (
-        [_changes_table("metric", comparison.metrics, say)]
-        if comparison.metrics
-        else [Paragraph(say("compare.none"))]
+        [_changes_table("metric", changes, say)] if changes else [Paragraph(say("compare.none"))]
     )
     return (
-        [*out, Paragraph(say("compare.equal", format_count(comparison.equal_metric_count)))]
-        if comparison.equal_metric_count
+        [*out, Paragraph(say("compare.equal.count", format_count(equal_count)))]
+        if equal_count
         else out
     )
 
@@ -242,8 +274,8 @@ def _changes_table(
     subject: Literal["metric", "phase"], changes: tuple[ValueChange, ...], say: PageWords
 ) -> Table:
     """Return a table of metrics or phases with the means of both sides, their ratio with its
-    interval, and whether the change is better or worse. `subject` is "metric" or "phase", for the
-    title of the first column.
+    interval, and what may be said of the change. `subject` is "metric" or "phase", for the title of
+    the first column.
     """
 
     def name_cell(change: ValueChange) -> Cell:
@@ -257,34 +289,35 @@ def _changes_table(
     columns: tuple[ColumnSpec[ValueChange], ...] = (
         ColumnSpec(say(f"compare.{subject}"), name_cell),
         ColumnSpec(
-            say("compare.base"), lambda change: format_number(change.form, change.base), right=True
+            say("compare.base"),
+            lambda change: format_compared_number(change.form, change.base),
+            right=True,
         ),
         ColumnSpec(
-            say("compare.new"), lambda change: format_number(change.form, change.new), right=True
+            say("compare.new"),
+            lambda change: format_compared_number(change.form, change.new),
+            right=True,
         ),
         ColumnSpec(
             say("compare.change"), lambda change: make_estimate_cell(change.ratio), right=True
         ),
-        ColumnSpec(say("compare.judged"), lambda change: _direction_cell(change, say)),
+        ColumnSpec(say("compare.judged"), lambda change: _outcome_cell(change, say)),
     )
     return build_table(columns, changes)
 
 
-def _direction_cell(change: ValueChange, say: PageWords) -> Cell:
-    """Return whether a change is better, worse or neither, and below whether the test finds it
-    significant, not significant, or was not made; coloured only if significant, UNKNOWN if a side
-    has no value.
+def _outcome_cell(change: ValueChange, say: PageWords) -> Cell:
+    """Return what may be said of a change: that it is equal in the digits shown; better, worse or
+    changed, with "significant" below and coloured; not significant, or not tested. UNKNOWN if a
+    side has no value.
     """
-    if change.base is None or change.new is None:
+    outcome = change.outcome
+    if outcome is None:
         return UNKNOWN_CELL
-    significant = change.ratio is not None and change.ratio.verdict == "significant"
-    verdict = "not tested" if change.ratio is None else change.ratio.verdict
-    word = say("compare.untested") if verdict == "not tested" else say(f"compare.{verdict}")
-    return Cell(
-        say(f"compare.{change.direction or 'other'}"),
-        word,
-        _DIRECTION_TONES[change.direction] if significant else "plain",
-    )
+    if looks_equal(change):
+        return Cell(say("compare.change.equal"))
+    below = say("compare.significant") if outcome in _SIGNIFICANT_TONES else ""
+    return Cell(say(f"compare.change.{outcome}"), below, _SIGNIFICANT_TONES.get(outcome, "plain"))
 
 
 def _fields_table(fields: tuple[FieldDifference, ...], say: PageWords) -> Table:

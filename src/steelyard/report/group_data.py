@@ -6,13 +6,18 @@
 from collections.abc import Iterable
 from typing import Any
 
+from pydantic import Field
+
 from steelyard.metrics import engine_groups as side
 from steelyard.metrics import repeat_groups as same
 from steelyard.metrics import scaling_groups as scale
+from steelyard.metrics import standing
 from steelyard.metrics.engine_groups import AnswerDifferences, EngineGroup, EngineRuns
 from steelyard.metrics.estimates import Estimate, Interval, IntervalSource
+from steelyard.metrics.ratio import Ratio, Significance
 from steelyard.metrics.repeat_groups import MetricSpread, RepeatGroup
 from steelyard.metrics.scaling_groups import ScalingGroup, ScalingRow
+from steelyard.metrics.vouching import EngineMark, find_weakest_mark
 from steelyard.record.record import Record, Scope
 from steelyard.schema import FrozenModel
 
@@ -72,21 +77,24 @@ class RepeatsData(FrozenModel):
 
 class EngineData(FrozenModel):
     """The finished runs of one engine; `base`: whether the others are compared with it. `rate` (of
-    all devices) and `mfu` are means over its valid runs, `quality` over all, `mem` is the highest
-    in GiB; null is unknown.
+    all devices) and `mfu` are means over its runs that count, `quality` over all, `mem` is the
+    highest in GiB; null is unknown.
 
-    `ratio` is the rate over the base engine's; intervals are 95 % (low, high), and `interval_from`
-    is what that of the rate comes from ("steps" or "runs"). `answers` is how far its answers are
-    from those of the base's first run, `valid` the number of valid runs, `records` the ids of all.
+    `ratio` is the rate over the base engine's, `ratio_verdict` whether it was tested (null for the
+    base); intervals are 95 % (low, high), and `interval_from` is what that of the rate comes from
+    ("steps" or "runs"). `answers` is how far its answers are from those of the base's first run,
+    `valid` the number of runs that count, `records` the ids of all.
     """
 
     engine: str
+    engine_mark: EngineMark = Field(description="as in a summary row, the worst of its runs")
     base: bool
     answers: AnswerDifferences | None
     rate: float | None
     rate_interval: Interval | None
     ratio: float | None
     ratio_interval: Interval | None
+    ratio_verdict: Significance | None
     interval_from: IntervalSource | None
     mfu: float | None
     mem: float | None
@@ -112,10 +120,10 @@ class EnginesData(FrozenModel):
 
 
 class PlanData(FrozenModel):
-    """The valid runs of one parallel plan: `nodes`, `devices` of each node, `config` (nodes x
-    devices) and `plan` (degrees, such as TP2PP1DP4). `rate` is the mean of all devices together;
-    `speedup` is over the base plan (`base`), and `efficiency` is the speed-up divided by the ratio
-    of devices.
+    """The runs of one parallel plan that prove its rate: `nodes`, `devices` of each node, `config`
+    (nodes x devices) and `plan` (degrees, such as TP2PP1DP4). `rate` is the mean of all devices
+    together; `speedup` is over the base plan (`base`), and `efficiency` is the speed-up divided by
+    the ratio of devices; `speedup_verdict` is whether it was tested (null for the base).
 
     Intervals are 95 % (low, high), null if unknown; `interval_from` is what that of the rate comes
     from. `records` are ids.
@@ -132,14 +140,15 @@ class PlanData(FrozenModel):
     speedup_interval: Interval | None
     efficiency: float
     efficiency_interval: Interval | None
+    speedup_verdict: Significance | None
     interval_from: IntervalSource | None
     records: list[str]
 
 
 class ScalingData(FrozenModel):
-    """Valid runs on at least two numbers of devices that differ in the parallel plan alone: `rows`,
-    one per plan, fewest devices first. `key` is the hash of their question, `unit` that of the
-    rates.
+    """Runs with a proven rate on at least two numbers of devices that differ in the parallel plan
+    alone: `rows`, one per plan, fewest devices first. `key` is the hash of their question, `unit`
+    that of the rates.
     """
 
     case: str
@@ -164,10 +173,10 @@ def _repeats_data(group: RepeatGroup) -> RepeatsData:
     not_valid = [
         NotValidRun(
             id=item.id,
-            status=item.status,
-            reasons=list(dict.fromkeys(reason.code for reason in item.reasons)),
+            status=standing.find_status(item),
+            reasons=standing.list_reason_codes(item),
         )
-        for item in group.not_valid
+        for item in group.not_counted
     ]
     return RepeatsData(
         case=case.name,
@@ -179,7 +188,7 @@ def _repeats_data(group: RepeatGroup) -> RepeatsData:
         config=first_record.plan.config,
         plan=str(first_record.plan),
         scope=first_record.scope,
-        records=[item.id for item in group.valid],
+        records=[item.id for item in group.counted],
         not_valid=not_valid,
         interval_only=group.interval_only,
         metrics={item.name: _spread_data(item) for item in group.metrics},
@@ -228,15 +237,17 @@ def _engine_data(row: EngineRuns) -> EngineData:
     """Return the runs of one engine as data."""
     return EngineData(
         engine=row.name,
+        engine_mark=find_weakest_mark(row.records),
         base=row.is_base,
         answers=row.answers,
         **_estimate_fields("rate", row.rate),
         **_estimate_fields("ratio", row.ratio),
+        ratio_verdict=None if row.is_base or row.ratio is None else row.ratio.verdict,
         interval_from=row.source,
         mfu=row.mfu,
         mem=row.mem,
         quality=row.quality,
-        valid=row.valid_count,
+        valid=len(row.counted),
         records=[record.id for record in row.records],
     )
 
@@ -275,12 +286,13 @@ def _plan_data(row: ScalingRow) -> PlanData:
         **_estimate_fields("rate", row.rate),
         **_estimate_fields("speedup", row.speedup),
         **_estimate_fields("efficiency", row.efficiency),
+        speedup_verdict=None if row.is_base else row.speedup.verdict,
         interval_from=row.source,
         records=[record.id for record in row.records],
     )
 
 
-def _estimate_fields(name: str, estimate: Estimate | None) -> dict[str, Any]:
+def _estimate_fields(name: str, estimate: Estimate | Ratio | None) -> dict[str, Any]:
     """Return a dict with `name` and `name_interval`, the fields of an estimate in JSON; both are
     None for None.
     """

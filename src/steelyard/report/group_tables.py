@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from steelyard.metrics import engine_groups, repeat_groups, scaling_groups
+from steelyard.metrics import engine_groups, repeat_groups, scaling_groups, standing
 from steelyard.metrics.engine_groups import (
     AnswerDifferences,
     EngineGroup,
@@ -33,6 +33,7 @@ from steelyard.report.document import (
     Priority,
     build_table,
 )
+from steelyard.report.marks import format_engine, list_engine_notes, mark_package
 from steelyard.report.numbered_runs import (
     NumberedRun,
     format_labels,
@@ -42,6 +43,7 @@ from steelyard.report.numbered_runs import (
     format_unit,
     group_by_case,
     make_estimate_cell,
+    make_ratio_cell,
 )
 from steelyard.report.numbers import (
     UNKNOWN,
@@ -134,9 +136,10 @@ def _format_common(record: Record, say: PageWords, engine: bool = True, plan: bo
         if plan and record.plan.world > 1
         else []
     )
-    parts = [record.engine.name] if engine else []
+    parts = [format_engine(record, say)] if engine else []
     parts += [case.precision, case.division, format_scope(record, say), *plan_texts]
-    return " · ".join([*parts, ", ".join(list_device_names(record)) or UNKNOWN])
+    devices = ", ".join(list_device_names(record)) or UNKNOWN
+    return " · ".join([*parts, mark_package(devices, record, "accelerator", say)])
 
 
 def _repeats_elements(
@@ -163,14 +166,14 @@ def _repeats_elements(
         """Return the mean of a metric over the valid runs; below the case's quality it says so if
         that was not evaluated in all of them.
         """
-        quality = spread.name == group.valid[0].quality.metric
-        evaluated = not quality or all(record.quality.evaluated for record in group.valid)
+        quality = spread.name == group.counted[0].quality.metric
+        evaluated = not quality or all(record.quality.evaluated for record in group.counted)
         return Cell(
             format_number(number_format(spread), spread.mean.value),
             "" if evaluated else say("not_evaluated"),
         )
 
-    not_counted = [("not_valid", len(group.not_valid)), ("interval_only", group.interval_only)]
+    not_counted = [("not_valid", len(group.not_counted)), ("interval_only", group.interval_only)]
     counts = (say(f"repeats.{key}", format_count(number)) for key, number in not_counted if number)
     not_counted_text = say("comma").join(counts)
     columns: tuple[ColumnSpec[MetricSpread], ...] = (
@@ -211,17 +214,15 @@ def _repeats_elements(
             priority=3,
         ),
     )
-    not_valid = [
+    left_out = [
         f"{run.label} {run.record.id}"
         f" ({format_reason_codes(run.record, say) or say(run.record.status)})"
         for run in members
-        if run.record.status != "valid"
+        if any(run.record is record for record in group.not_counted)
     ]
     out: list[PageElement] = [build_table(columns, group.metrics)] if group.metrics else []
     return (
-        [*out, Paragraph(say("repeats.without", say("comma").join(not_valid)))]
-        if not_valid
-        else out
+        [*out, Paragraph(say("repeats.without", say("comma").join(left_out)))] if left_out else out
     )
 
 
@@ -258,8 +259,13 @@ def _scaling_elements(
 
     def speedup_cell(row: ScalingRow) -> Cell:
         """Return the speed-up with its interval; for the base, a word that it is the base."""
-        cell = make_estimate_cell(row.speedup)
+        cell = make_ratio_cell(row.speedup, say)
         return Cell(cell.text, say("scaling.base")) if row.is_base else cell
+
+    def efficiency_cell(row: ScalingRow) -> Cell:
+        """Return the efficiency with its interval; for the base alone, since it is 1."""
+        cell = make_ratio_cell(row.efficiency, say, "percent")
+        return Cell(cell.text) if row.is_base else cell
 
     columns: tuple[ColumnSpec[ScalingRow], ...] = (
         ColumnSpec(say("scaling.config"), lambda row: row.plan.config),
@@ -279,7 +285,7 @@ def _scaling_elements(
         ColumnSpec(say("scaling.speedup"), speedup_cell, right=True, priority=2),
         ColumnSpec(
             say("scaling.efficiency"),
-            lambda row: make_estimate_cell(row.efficiency, "percent"),
+            efficiency_cell,
             right=True,
         ),
         ColumnSpec(say("scaling.source"), lambda row: _format_source(row.source, say), priority=3),
@@ -368,20 +374,31 @@ def _engines_elements(
         return Cell(f"{number} {unit_text}".rstrip(), "" if evaluated else say("not_evaluated"))
 
     def rate_cell(row: EngineRuns) -> Cell:
-        """Return the mean rate of an engine's valid runs with its interval; without any, muted,
-        that of the others with the codes of their reasons (UNKNOWN if one has no rate).
+        """Return the mean rate of an engine's counted runs with its interval; without any, muted,
+        that of the others with their status and reason codes (UNKNOWN if one has no rate).
         """
         if row.rate is not None:
             return make_estimate_cell(row.rate)
         reason = say("colon").join(
-            filter(None, (say("invalid"), format_reason_codes(row.records, say)))
+            filter(
+                None,
+                (
+                    say(standing.find_group_status(row.records)),
+                    format_reason_codes(row.records, say),
+                ),
+            )
         )
-        return Cell(format_number("number", row.invalid_rate), reason, "muted")
+        return Cell(format_number("number", row.uncounted_rate), reason, "muted")
+
+    def ratio_cell(row: EngineRuns) -> Cell:
+        """Return the ratio of an engine's rate to the base's; for the base itself 1 alone."""
+        cell = make_ratio_cell(row.ratio, say)
+        return Cell(cell.text) if row.is_base else cell
 
     def runs_cell(row: EngineRuns) -> Cell:
-        """Return the number of finished runs, and below how many of them are not valid."""
-        not_valid = len(row.records) - row.valid_count
-        remark = say("engines.runs.invalid", format_count(not_valid)) if not_valid else ""
+        """Return the number of finished runs, and below how many of them do not count."""
+        uncounted = len(row.records) - len(row.counted)
+        remark = say("engines.runs.invalid", format_count(uncounted)) if uncounted else ""
         return Cell(format_count(len(row.records)), remark)
 
     def answer_column(name: str) -> ColumnSpec[EngineRuns]:
@@ -399,14 +416,16 @@ def _engines_elements(
     columns: tuple[ColumnSpec[EngineRuns], ...] = (
         ColumnSpec(
             say("engines.engine"),
-            lambda row: Cell(row.name, say("engines.base") if row.is_base else ""),
+            lambda row: Cell(
+                format_engine(row.records, say), say("engines.base") if row.is_base else ""
+            ),
         ),
         *map(answer_column, ANSWER_COLUMNS),
         ColumnSpec(say("engines.quality", group.metric), quality_cell, right=True, priority=2),
         ColumnSpec(say("engines.rate"), rate_cell, group.unit, right=True, strong=True),
         ColumnSpec(
             say("engines.ratio", group.base.name),
-            lambda row: make_estimate_cell(row.ratio),
+            ratio_cell,
             right=True,
         ),
         ColumnSpec(say("engines.mfu"), lambda row: format_number("percent", row.mfu), right=True),
@@ -419,7 +438,9 @@ def _engines_elements(
         ),
         ColumnSpec(say("engines.runs"), runs_cell, right=True, priority=2),
     )
-    out: list[PageElement] = [build_table(columns, group.rows)]
+    out: list[PageElement] = [
+        build_table(columns, group.rows, list_engine_notes(group.records, say))
+    ]
     if group.without:
         out.append(Paragraph(say("engines.without", say("comma").join(group.without))))
     if getattr(first_record.question.model, "dropout", 0.0):

@@ -25,6 +25,7 @@ from steelyard.report.document import (
     Table,
     build_table,
 )
+from steelyard.report.marks import append_package, mark_engine
 from steelyard.report.numbered_runs import STATUS_TONE, make_estimate_cell
 from steelyard.report.numbers import UNKNOWN, format_count, format_number, format_setting
 from steelyard.words import PageWords
@@ -58,16 +59,18 @@ def _trend_elements(trend: Trend, say: PageWords) -> list[PageElement]:
     chart.
     """
     head = trend.first_entry
+    engine = mark_engine(head.engine, trend.engine_mark, say)
     parts = (
         head.name,
         head.size,
         head.division,
         head.precision,
-        head.engine,
+        engine,
         head.plan,
-        head.scope,
+        say("whole") if head.scope == "full" else head.scope,
     )
-    title = " · ".join([*parts, ", ".join(head.devices) or UNKNOWN])
+    devices = append_package(", ".join(head.devices) or UNKNOWN, head.accelerator_package, say)
+    title = " · ".join([*parts, devices])
     verdict = (
         say("history.good")
         if trend.first_bad is None
@@ -132,11 +135,11 @@ def _trend_table(trend: Trend, say: PageWords) -> Table:
         return format_number(metric_row(entry.quality).form, entry.quality_value)
 
     def status_cell(point: TrendPoint) -> Cell:
-        """Return the first status of the point's runs that is not valid, else valid, in its colour,
-        and the reason codes of all its runs, each once, below.
+        """Return the first status of the point's runs that is not valid, unless they prove a rate
+        together, else valid, in its colour, and the reason codes of all its runs, each once, below.
         """
-        statuses = dict.fromkeys(run.entry.status for run in point.runs)
-        worst = next((status for status in statuses if status != "valid"), "valid")
+        not_counted = [run for run in point.runs if run not in point.counted]
+        worst = next((run.entry.status for run in not_counted), "valid")
         codes = dict.fromkeys(code for run in point.runs for code in run.entry.codes)
         word = say(worst) if worst in STATUS_TONE else worst
         return Cell(word, ", ".join(codes), STATUS_TONE.get(worst, "plain"))
@@ -146,7 +149,7 @@ def _trend_table(trend: Trend, say: PageWords) -> Table:
         ColumnSpec(say("history.revision"), revision_cell, priority=2),
         ColumnSpec(
             say("history.runs"),
-            lambda point: f"{format_count(point.valid_count)} / {format_count(len(point.runs))}",
+            lambda point: f"{format_count(len(point.counted))} / {format_count(len(point.runs))}",
             right=True,
             priority=2,
         ),

@@ -6,36 +6,45 @@ here.
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from steelyard import words
 from steelyard.case.case import AUTO
 from steelyard.case.resolve import list_changed_keys
+from steelyard.metrics import standing, stats
 from steelyard.metrics.estimates import Estimate, list_device_names
 from steelyard.metrics.metric_table import find_metric as metric_row
 from steelyard.metrics.passes import find_headline_pass, select_windows
 from steelyard.metrics.rates import rank_memory_gib
 from steelyard.metrics.ratio import Ratio
 from steelyard.metrics.shipped_cases import list_case_differences
+from steelyard.metrics.vouching import find_engine_mark, list_providers
 from steelyard.plan import degrees
 from steelyard.record.record import Record, Value
 from steelyard.report.document import UNKNOWN_CELL, Cell, Lang, Tone
+from steelyard.report.marks import format_engine, mark_package
 from steelyard.report.numbers import UNKNOWN, format_interval, format_number, format_setting
 from steelyard.words import PageWords
 
 CaseName = tuple[str, ...]  # name, size, then texts on how question and case differ from shipped
 
 MAX_SUBJECTS = 3  # subjects that are named; more are counted
-STATUS_TONE: dict[str, Tone] = {"valid": "good", "invalid": "bad", "failed": "bad"}
+STATUS_TONE: dict[str, Tone] = {
+    "valid": "good",
+    "unproven": "plain",
+    "invalid": "bad",
+    "failed": "bad",
+}
 
 
 @dataclass(frozen=True)
 class NumberedRun:
     """A `record` with its `number` within its case (from 1), made by `group_by_case`. `anchor` is
-    the id of its part of the page, to which links point; empty if there is none. Properties:
-    `label` (`#3`) and `title` (label, accelerator, engine, precision, division and plan).
+    the id of its part of the page, to which links point; empty if there is none. `label` is `#3`;
+    `format_title(say)` returns label, accelerator, engine, precision, division and plan.
     """
 
     number: int
@@ -47,27 +56,27 @@ class NumberedRun:
         """Return the run's number as pages show it, such as `#3`."""
         return f"#{self.number}"
 
-    @property
-    def title(self) -> str:
+    def format_title(self, say: PageWords) -> str:
         """Return the run's title: label, accelerator, engine, precision and division, and the plan
         if there are several devices, joined by ` · `.
         """
         case = self.record.case
         plan = self.record.plan
         plan_text = f" · {plan.config} {plan}" if plan.world > 1 else ""
-        engine = self.record.engine.name
+        accelerator = format_accelerator(self.record, say)
+        engine = format_engine(self.record, say)
         return (
-            f"{self.label} {format_accelerator(self.record)} · {engine} · {case.precision} ·"
-            f" {case.division}{plan_text}"
+            f"{self.label} {accelerator} · {engine} · {case.precision} · {case.division}{plan_text}"
         )
 
 
-def format_accelerator(record: Record) -> str:
-    """Return the kinds of device and how many the run used, such as `NVIDIA H200 × 8`; the CPU's
-    name (UNKNOWN if not recorded) if it had no device.
+def format_accelerator(record: Record, say: PageWords) -> str:
+    """Return the kinds of device and how many the run used, such as `NVIDIA H200 × 8`, and the
+    package that the accelerator is from, if it is not Steelyard's; the CPU's name (UNKNOWN if not
+    recorded) if it had no device.
     """
     kind = ", ".join(list_device_names(record)) or format_setting(record.environment.hardware.cpu)
-    return f"{kind} × {record.plan.world}"
+    return mark_package(f"{kind} × {record.plan.world}", record, "accelerator", say)
 
 
 def group_by_case(records: list[Record], lang: Lang = "en") -> dict[CaseName, list[NumberedRun]]:
@@ -124,26 +133,70 @@ def format_labels(runs: list[NumberedRun], say: PageWords) -> str:
     return say("run" if len(runs) == 1 else "runs", names)
 
 
+def format_run_numbers(runs: Iterable[NumberedRun]) -> str:
+    """Return the labels of runs in order of their numbers, three or more consecutive ones as their
+    first and last: `#1, #2, #5–#9`.
+    """
+    labels: list[str] = []
+    # consecutive numbers are equally far from their positions
+    enumerated = enumerate(sorted(run.number for run in runs))
+    for _, consecutive in groupby(enumerated, key=lambda item: item[1] - item[0]):
+        numbers = [number for _, number in consecutive]
+        if len(numbers) > 2:
+            labels.append(f"#{numbers[0]}–#{numbers[-1]}")
+        else:
+            labels += [f"#{number}" for number in numbers]
+    return ", ".join(labels)
+
+
+def select_averaged(records: Sequence[Record]) -> Sequence[Record]:
+    """Return those of some repeats whose values a row of means shows: the runs that prove a rate
+    (`select_proven`); if there are none, those that finished; if none did, all.
+    """
+    finished = [record for record in records if record.status != "failed"]
+    return standing.select_proven(records) or finished or records
+
+
+def average_metric(records: Sequence[Record], name: str) -> Value | None:
+    """Return the mean of a metric over the records that have a value for it, without an interval;
+    of a single record the metric as it is. A value of None if no record has one, and None if none
+    has the metric. All must have it in one unit.
+    """
+    stored = [record.metrics[name] for record in records if name in record.metrics]
+    if len(stored) < 2:
+        return stored[0] if stored else None
+    mean = stats.mean_of_known([metric.value for metric in stored])
+    return Value(value=mean, unit=stored[0].unit)
+
+
 def format_reason_codes(records: Record | Iterable[Record], say: PageWords) -> str:
     """List the codes of the reasons why one or several records are not valid, each once, joined by
     the language's comma; empty where there are none.
     """
     all_records = [records] if isinstance(records, Record) else records
-    distinct = dict.fromkeys(reason.code for record in all_records for reason in record.reasons)
+    distinct = dict.fromkeys(
+        code for record in all_records for code in standing.list_reason_codes(record)
+    )
     return say("comma").join(distinct)
 
 
 def format_status(record: Record, say: PageWords) -> str:
-    """Return the status of a run in the language of the page, and the codes of its reasons after a
-    colon.
+    """Return the status of a run by today's rule in the language of the page, and the codes of its
+    reasons after a colon.
     """
-    return ": ".join(filter(None, (say(record.status), format_reason_codes(record, say))))
+    status = standing.find_status(record)
+    return ": ".join(filter(None, (say(status), format_reason_codes(record, say))))
+
+
+def find_status_tone(record: Record) -> Tone:
+    """Return the tone in which a page shows a run's status by today's rule."""
+    return STATUS_TONE[standing.find_status(record)]
 
 
 def format_scope(record: Record, say: PageWords) -> str:
-    """Return how much of the question was run: full, or "window" with its sizes (selected rows,
-    sample, subjects, steps), or UNKNOWN in their place. For a resumed run, the steps from which it
-    resumed are added.
+    """Return how much of the question was run: "whole" (stored as `full`, which is also a size), or
+    "window" with its sizes (selected rows, sample, subjects, steps), or UNKNOWN in their place. For
+    a resumed run, the steps from which it resumed are added.
 
     More than MAX_SUBJECTS subjects are counted, not named.
     """
@@ -161,7 +214,7 @@ def format_scope(record: Record, say: PageWords) -> str:
     sizes_text = (
         say("comma").join(say(key, str(size)) for key, size in sizes if size is not None) or UNKNOWN
     )
-    scope_text = say("full") if record.scope.kind == "full" else say("window", sizes_text)
+    scope_text = say("whole") if record.scope.kind == "full" else say("window", sizes_text)
     resumed = [say("resumed", str(restart.step)) for restart in record.restarts]
     return say("comma").join([scope_text, *resumed])
 
@@ -184,6 +237,16 @@ def make_estimate_cell(
         if value is None
         else Cell(format_number(form, value.value), format_interval(value.interval, form), tone)
     )
+
+
+def make_ratio_cell(ratio: Ratio | None, say: PageWords, form: str = "number") -> Cell:
+    """Return a cell with a ratio in the format `form`, and below it its interval, or that it was
+    not tested; UNKNOWN_CELL for None.
+    """
+    if ratio is None:
+        return UNKNOWN_CELL
+    interval = format_interval(ratio.interval, form)
+    return Cell(format_number(form, ratio.value), interval or say("compare.change.not tested"))
 
 
 def format_unit(name: str, value: Value | None, lang: Lang = "en") -> str:
@@ -259,8 +322,9 @@ def list_case_changes(record: Record) -> list[str]:
 
 def record_identity(record: Record) -> dict[str, Any]:
     """Return what a record is under the names that CSV and JSON use (as_csv.IDENTITY), from `id` to
-    `quality_evaluated`: case, scope (as kind, subjects, rows, sample and steps), engine, versions,
-    accelerator, plan, weights, status, quality metric; None for what is unknown.
+    `quality_evaluated`: case, scope (as kind, subjects, rows, sample and steps), engine and its
+    mark, versions, accelerator, plan, weights, packages of others, status, quality metric; None for
+    what is unknown.
 
     `changed` is that of `list_case_changes`, `accelerator` the distinct device names,
     `accelerators` the number of devices, `tune` the settings that are not the default, `reasons`
@@ -283,6 +347,7 @@ def record_identity(record: Record) -> dict[str, Any]:
         "sample": scope.sample,
         "steps": scope.steps,
         "engine": record.engine.name,
+        "engine_mark": find_engine_mark(record),
         "engine_version": None if engine is None else engine.version,
         "framework": None if framework is None else framework.name,
         "framework_version": None if framework is None else framework.version,
@@ -292,8 +357,11 @@ def record_identity(record: Record) -> dict[str, Any]:
         "plan": str(plan),
         "tune": list_non_default_settings(record),
         "weights": record.weights.source,
-        "status": record.status,
-        "reasons": list(dict.fromkeys(reason.code for reason in record.reasons)),
+        "providers": {
+            part: package or "unknown" for part, package in list_providers(record).items()
+        },
+        "status": standing.find_status(record),
+        "reasons": standing.list_reason_codes(record),
         "quality": record.quality.metric,
         "quality_evaluated": record.quality.evaluated,
     }

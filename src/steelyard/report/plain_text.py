@@ -66,6 +66,16 @@ def pad_to_width(text: str, columns: int, align: Literal["left", "right"] = "lef
     return gap + text if align == "right" else text + gap
 
 
+def shorten_to_width(text: str, columns: int) -> str:
+    """Return a text on one cleaned line of at most `columns` terminal columns (at least 2); a
+    longer one is cut and ends with `…`.
+    """
+    line = clean_line(text)
+    if display_width(line) <= columns:
+        return line
+    return _fitting_prefix(line, columns - 1).rstrip() + "…"
+
+
 # A line may break at spaces and between wide characters, but not before closing punctuation.
 _WIDE = (
     "\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6"
@@ -95,6 +105,17 @@ def wrap_text(text: str, columns: int) -> list[str]:
             piece = piece[len(head) :]
         line += piece
     return [*out, line.rstrip()] if line.strip() or not out else out
+
+
+def break_line(text: str, columns: int) -> list[str]:
+    """Split a text into pieces of at most `columns` terminal columns, wherever that is, and keep
+    its spaces; at least one piece, which may be empty.
+    """
+    columns, out = max(1, columns), []
+    while display_width(text) > columns:
+        out.append(_fitting_prefix(text, columns))
+        text = text[len(out[-1]) :]
+    return [*out, text]
 
 
 def _fitting_prefix(text: str, columns: int) -> str:

@@ -11,6 +11,7 @@ from pydantic import Field, SerializeAsAny
 
 from steelyard.metrics.metric_table import sort_metric_names
 from steelyard.metrics.time_waterfall import WaterfallRow, make_waterfalls
+from steelyard.metrics.vouching import EngineMark
 from steelyard.plan.ceiling_shapes import CeilingGroup, CeilingUnit
 from steelyard.plan.degrees import Plan
 from steelyard.record import ceilings_record
@@ -88,6 +89,12 @@ class SummaryRow(FrozenModel):
     precision: str
     scope: Scope
     engine: str
+    engine_mark: EngineMark = Field(
+        description=(
+            "ours (part of Steelyard); or another package's: tested (steelyard conform), untested;"
+            " or nonconforming"
+        )
+    )
     engine_version: str | None = Field(description="version of the engine's own package")
     framework: str | None
     framework_version: str | None
@@ -144,6 +151,9 @@ class RunData(FrozenModel):
     precision: str
     scope: Scope
     engine: EngineFacts
+    providers: dict[str, str] = Field(
+        description="packages, with versions, of the parts that are not Steelyard's own"
+    )
     plan: Plan
     tune: dict[str, Any]
     tuned: dict[str, Any] = Field(description="settings whose value is not the default")

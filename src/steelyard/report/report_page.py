@@ -9,7 +9,7 @@ import re
 from collections import Counter
 
 from steelyard import words
-from steelyard.metrics import overview, rates
+from steelyard.metrics import overview, rates, standing
 from steelyard.metrics.metric_table import find_metric as metric_row
 from steelyard.metrics.metric_table import sort_metric_names
 from steelyard.metrics.overview import AcceleratorRatio, OverviewRow
@@ -36,10 +36,11 @@ from steelyard.report.document import (
     build_table,
 )
 from steelyard.report.group_tables import ENGINES, REPEATS, SCALING
+from steelyard.report.marks import format_engine, mark_package, mark_task
 from steelyard.report.numbered_runs import (
-    STATUS_TONE,
     CaseName,
     NumberedRun,
+    find_status_tone,
     format_accelerator,
     format_metric,
     format_metric_with_unit,
@@ -72,10 +73,10 @@ def build_report_page(records: list[Record], lang: Lang) -> Page:
     say = PageWords(lang)
     cases = group_by_case(records, lang)
     single = len(cases) == 1
-    title = _case_heading(next(iter(cases)), say) if single else say("report")
+    title = _case_heading(*next(iter(cases.items())), say) if single else say("report")
     parts: list[PageElement] = []
     for number, (case, runs) in enumerate(cases.items(), 1):
-        name = say("side.comparison") if single else _case_heading(case, say)
+        name = say("side.comparison") if single else _case_heading(case, runs, say)
         # How its question or case differs from the shipped case.
         difference = [Paragraph(" · ".join(case[2:]), "muted")] if case[2:] else []
         parts += [
@@ -89,8 +90,9 @@ def build_report_page(records: list[Record], lang: Lang) -> Page:
         Heading(2, say("page.runs"), "runs"),
     ]
     for case, runs in cases.items():
-        parts += [] if single else [Heading(3, _case_heading(case, say))]
-        parts += [_run_fold(run, 3 if single else 4, say) for run in runs]
+        parts += [] if single else [Heading(3, _case_heading(case, runs, say))]
+        repeats = _count_repeats(runs)
+        parts += [_run_fold(run, repeats[run.number], 3 if single else 4, say) for run in runs]
     links = tuple(
         Link(element.text, element.anchor)
         for element in parts
@@ -108,9 +110,10 @@ def build_report_page(records: list[Record], lang: Lang) -> Page:
     )
 
 
-def _case_heading(case: CaseName, say: PageWords) -> str:
+def _case_heading(case: CaseName, runs: list[NumberedRun], say: PageWords) -> str:
     """Return a heading for a case: name and size, then one word each for a question changed on the
-    command line, a modified case, and a case of an earlier version.
+    command line, a modified case, and a case of an earlier version; and the package that its task
+    is from, if it is not Steelyard's.
 
     The words are in the language of the page; what differs in detail is left out.
     """
@@ -121,7 +124,7 @@ def _case_heading(case: CaseName, say: PageWords) -> str:
         for start, word in starts.items()
         if any(difference.startswith(start) for difference in differences)
     ]
-    return " · ".join([name, size, *remarks])
+    return mark_task(" · ".join([name, size, *remarks]), runs[0].record, say)
 
 
 def _case_elements(
@@ -146,8 +149,16 @@ def _case_elements(
     return [*out, Fold(Heading(level, say("side.all")), "", "plain", tuple(all_values))]
 
 
-def _run_fold(run: NumberedRun, level: int, say: PageWords) -> Fold:
-    """Return a run as a fold: its headline numbers and all details inside.
+def _count_repeats(runs: list[NumberedRun]) -> dict[int, int]:
+    """Return, by number of a run, how many of the runs were asked the same, itself included."""
+    rows = overview.make_overview_rows(run.record for run in runs)
+    sizes = {record.id: len(row.records) for row in rows for record in row.records}
+    return {run.number: sizes[run.record.id] for run in runs}
+
+
+def _run_fold(run: NumberedRun, repeats: int, level: int, say: PageWords) -> Fold:
+    """Return a run as a fold: its headline numbers and all details inside. `repeats` is the number
+    of runs that were asked the same, itself included.
 
     The closed fold shows the run's title and status with reason codes, and quietly the rate over
     wall time, the settings that are not the case's own, the scope (how much of the question was
@@ -163,17 +174,17 @@ def _run_fold(run: NumberedRun, level: int, say: PageWords) -> Fold:
         format_scope(record, say),
         created,
     )
-    heading, tone = Heading(level, run.title, run.anchor), STATUS_TONE[record.status]
-    elements = (_headline_figures(run, say), *build_run_details(record, level + 1, say))
+    heading, tone = Heading(level, run.format_title(say), run.anchor), find_status_tone(record)
+    elements = (_headline_figures(run, repeats, say), *build_run_details(record, level + 1, say))
     return Fold(
         heading, format_status(record, say), tone, elements, " · ".join(filter(None, subtitle))
     )
 
 
-def _headline_figures(run: NumberedRun, say: PageWords) -> Figures:
+def _headline_figures(run: NumberedRun, repeats: int, say: PageWords) -> Figures:
     """Return the headline numbers of a run: core rate (over compute time), whole rate (over wall
     time), MFU, quality, memory, and end-to-end time, under its title, scope (how much of the
-    question was run) and status.
+    question was run), number of repeats and status.
 
     Unknown ones are shown as `/` without a unit. A quality that was not evaluated says so in the
     place of its unit.
@@ -192,12 +203,14 @@ def _headline_figures(run: NumberedRun, say: PageWords) -> Figures:
                 metric_row(name).heading, format_metric(name, value), unit_text if is_known else ""
             )
         )
-    title, tone = f"{run.title} · {format_scope(record, say)}", STATUS_TONE[record.status]
-    return Figures(title, format_status(record, say), tone, tuple(items))
+    repeated = say("evidence.single") if repeats == 1 else say("evidence.one_of", str(repeats))
+    title = f"{run.format_title(say)} · {format_scope(record, say)} · {repeated}"
+    return Figures(title, format_status(record, say), find_status_tone(record), tuple(items))
 
 
 # Settings in the comparison table, and the code of the text in their column's head.
 _SETTING_HEADS = {
+    "engine": "side.engine",
     "precision": "side.precision",
     "division": "side.division",
     "parallel": "side.plan",
@@ -257,7 +270,7 @@ def _summary_paragraph(cases: dict[CaseName, list[NumberedRun]], say: PageWords)
     """Return the paragraph at the head of a report, in tone `lead`: what ran, the best results,
     accelerators compared, how many runs these sentences leave out, and the runs that are not valid.
 
-    Best results and comparisons are those of `_summarized_cases` only.
+    Best results and comparisons are those of `_summarized_cases` only; smoke runs have none.
     """
     records = [run.record for runs in cases.values() for run in runs]
     rows_by_case = {
@@ -270,19 +283,21 @@ def _summary_paragraph(cases: dict[CaseName, list[NumberedRun]], say: PageWords)
         *_best_sentences(chosen, say),
         *_accelerator_sentences(chosen, say),
     ]
-    sentences += [*_omitted_sentences(rows_by_case, chosen, say), _not_valid_sentence(records, say)]
+    sentences += [
+        *_omitted_sentences(rows_by_case, chosen, say),
+        *_status_sentences(records, say),
+    ]
     return Paragraph(say("gap").join(sentences), "lead")
 
 
 def _summarized_cases(rows_by_case: RowsByCase) -> RowsByCase:
-    """Return the shipped cases of size full; if there are none, shipped cases of any size, else all
-    of them.
+    """Return the shipped cases of any size but smoke; if there are none, the other cases of such
+    sizes. Empty if all runs are of size smoke, which says nothing of the hardware.
 
     A shipped case has a name of two parts (name and size); more parts say how its question differs.
     """
-    shipped: RowsByCase = {case: rows for case, rows in rows_by_case.items() if len(case) == 2}
-    full: RowsByCase = {case: rows for case, rows in shipped.items() if case[1] == "full"}
-    return full or shipped or rows_by_case
+    measured: RowsByCase = {case: rows for case, rows in rows_by_case.items() if case[1] != "smoke"}
+    return {case: rows for case, rows in measured.items() if len(case) == 2} or measured
 
 
 def _runs_sentence(records: list[Record], say: PageWords) -> str:
@@ -291,20 +306,21 @@ def _runs_sentence(records: list[Record], say: PageWords) -> str:
     cases = (
         say("summary.case") if len(names) == 1 else say("summary.cases", format_count(len(names)))
     )
-    kinds = dict.fromkeys(format_accelerator(record) for record in records)
+    kinds = dict.fromkeys(format_accelerator(record, say) for record in records)
     return say("summary.ran", format_run_count(len(records), say), cases, say("comma").join(kinds))
 
 
 def _best_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
-    """Return one sentence that lists, for all cases, the valid result with the highest rate per
-    device in each division, if there is any, then a sentence for each case without one.
+    """Return one sentence that lists, for all cases, the proven result with the highest rate per
+    device in each division (`find_best_rows`), if there is any, then a sentence for each case
+    without one.
 
     The accelerator is named if the cases ran on several.
     """
     name_accelerator = len({row.accelerator for rows in chosen.values() for row in rows}) > 1
     results, without_result = [], []
     for case, rows in chosen.items():
-        best = overview.find_best_rows(rows).values()
+        best = overview.find_best_rows(rows)
         if best:
             results.append(
                 say(
@@ -316,14 +332,18 @@ def _best_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
                 )
             )
         else:
-            without_result.append(case[0])
+            is_unproven = any(row.status == "unproven" for row in rows)
+            without_result.append(
+                say("summary.unproven" if is_unproven else "summary.none", case[0])
+            )
     out = [say("summary.best", say("semicolon").join(results))] if results else []
-    return [*out, *(say("summary.none", name) for name in without_result)]
+    return [*out, *without_result]
 
 
 def _format_result(row: OverviewRow, name_accelerator: bool, say: PageWords) -> str:
-    """Return the rate per device with its MFU, if known, then in parentheses engine, precision and
-    division; also the accelerator if `name_accelerator`.
+    """Return the rate per device with its MFU, if known, then in parentheses engine, precision,
+    division, and what the number rests on (`_list_evidence`); also the accelerator if
+    `name_accelerator`.
     """
     case = row.first_record.case
     unit_text = words.translate_unit(rates.work_unit(row.first_record), say.lang)
@@ -332,14 +352,30 @@ def _format_result(row: OverviewRow, name_accelerator: bool, say: PageWords) -> 
     )
     if row.mfu is not None:
         rate = say("summary.at", rate, format_number("percent", row.mfu.value))
-    accelerators = [format_accelerator(row.first_record)] if name_accelerator else []
+    accelerators = [format_accelerator(row.first_record, say)] if name_accelerator else []
     return say(
         "summary.with",
         rate,
         say("comma").join(
-            [*accelerators, row.first_record.engine.name, case.precision, case.division]
+            [
+                *accelerators,
+                format_engine(row.records, say),
+                case.precision,
+                case.division,
+                *_list_evidence(row, say),
+            ]
         ),
     )
+
+
+def _list_evidence(row: OverviewRow, say: PageWords) -> list[str]:
+    """Return what the rate of a row rests on: its scope (the whole question or a window of it), the
+    number of runs that count, and whether quality was evaluated.
+    """
+    count = len(row.counted)
+    runs = say("evidence.single") if count == 1 else say("evidence.repeats", format_count(count))
+    quality = say("evidence.evaluated" if row.is_evaluated else "evidence.unevaluated")
+    return [format_scope(row.first_record, say), runs, quality]
 
 
 def _accelerator_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
@@ -347,11 +383,11 @@ def _accelerator_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
     rate per device to that of the slowest (fastest first), on the question that most of them
     answered, or one that says that the case has no comparable pair.
 
-    Cases with valid runs on fewer than two accelerators are skipped.
+    Cases with proven rates on fewer than two accelerators are skipped.
     """
     out = []
     for case, rows in chosen.items():
-        if len({row.accelerator for row in rows if row.valid_count}) < 2:
+        if len({row.accelerator for row in rows if row.is_proven}) < 2:
             continue
         pairs = overview.compare_accelerators(rows)
         out += [_pair_sentence(pair, case, say) for pair in pairs] or [
@@ -362,21 +398,31 @@ def _accelerator_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
 
 def _pair_sentence(pair: AcceleratorRatio, case: CaseName, say: PageWords) -> str:
     """Return a sentence with the ratio of two accelerators' rates per device, the faster over the
-    slower, on a case in one precision and division, with its 95 % interval where there is one.
+    slower, on a case in one precision and division, what each rate rests on, and whether the ratio
+    was tested, with its 95 % interval if it was.
     """
-    interval, case_facts = format_interval(pair.ratio.interval), pair.top.first_record.case
-    interval_text = say("summary.interval", interval) if interval else ""
-    case_text = say(
-        "summary.with", case[0], say("comma").join((case_facts.precision, case_facts.division))
-    )
-    ratio = format_number("number", pair.ratio.value)
+    case_facts = pair.top.first_record.case
+    settings = [case_facts.precision, case_facts.division]
+    evidence = [_list_evidence(row, say) for row in (pair.top, pair.base)]
+    names = [
+        mark_package(row.accelerator, row.first_record, "accelerator", say)
+        for row in (pair.top, pair.base)
+    ]
+    if evidence[0] == evidence[1]:
+        settings += evidence[0]
+    else:
+        names = [
+            say("summary.with", name, say("comma").join(texts))
+            for name, texts in zip(names, evidence, strict=True)
+        ]
+    ratio = pair.ratio
     return say(
         "summary.against",
-        pair.top.accelerator,
-        ratio,
-        pair.base.accelerator,
-        case_text,
-        interval_text,
+        names[0],
+        format_number("number", ratio.value),
+        names[1],
+        say("summary.with", case[0], say("comma").join(settings)),
+        say(f"summary.{ratio.verdict}", format_interval(ratio.interval)),
     )
 
 
@@ -395,13 +441,21 @@ def _omitted_sentences(rows_by_case: RowsByCase, chosen: RowsByCase, say: PageWo
     return [*out, say("summary.apart", format_run_count(others, say))] if others else out
 
 
-def _not_valid_sentence(records: list[Record], say: PageWords) -> str:
-    """Return a sentence that counts the runs that are not valid by their first reason (by status if
-    they have none), most frequent first, or that says that all are valid.
+def _status_sentences(records: list[Record], say: PageWords) -> list[str]:
+    """Return a sentence that all runs are valid; or one that counts those that are unproven, and
+    one that counts the others that are not valid by their first reason (by status if they have
+    none), most frequent first, each only if there are any.
     """
-    not_valid = [record for record in records if record.status != "valid"]
+    statuses = [standing.find_status(record) for record in records]
+    unproven = statuses.count("unproven")
+    not_valid = [
+        record
+        for record, status in zip(records, statuses, strict=True)
+        if status not in standing.RIGHT_STATUSES
+    ]
+    out = [say("summary.too_short", format_run_count(unproven, say))] if unproven else []
     if not not_valid:
-        return say("summary.all_valid")
+        return out or [say("summary.all_valid")]
     counts = Counter(
         record.reasons[0].code if record.reasons else record.status for record in not_valid
     )
@@ -409,9 +463,8 @@ def _not_valid_sentence(records: list[Record], say: PageWords) -> str:
         say("summary.code", format_count(count), say.get_or_fallback(f"why.{code}", code))
         for code, count in counts.most_common()
     ]
-    return say(
-        "summary.not_valid", format_run_count(len(not_valid), say), say("comma").join(count_texts)
-    )
+    number = format_run_count(len(not_valid), say)
+    return [*out, say("summary.not_valid", number, say("comma").join(count_texts))]
 
 
 _DAY = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
@@ -471,6 +524,7 @@ def _machine_texts(record: Record, say: PageWords) -> tuple[str, ...]:
     name = ", ".join(f"{kind} × {count}" for kind, count in kinds.items()) or format_setting(
         hardware.accelerator
     )
+    name = mark_package(name, record, "accelerator", say)
     hosts = f"{len(record.hosts)} × " if len(record.hosts) > 1 else ""
     host = [f"{hosts}{format_setting(hardware.cpu)}"]
     host += (

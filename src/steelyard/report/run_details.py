@@ -8,6 +8,7 @@ wall time by part, hosts, ranks, stragglers, waterfall, checks, the task's own t
 from collections import Counter
 from typing import Any
 
+from steelyard.metrics import standing
 from steelyard.metrics.estimates import get_metric_value
 from steelyard.metrics.metric_table import find_metric as metric_row
 from steelyard.metrics.metric_table import sort_metric_names
@@ -29,9 +30,10 @@ from steelyard.report.document import (
     TableRow,
     build_table,
 )
+from steelyard.report.marks import format_engine, format_providers, mark_package
 from steelyard.report.numbered_runs import (
     FRAMEWORKS,
-    STATUS_TONE,
+    find_status_tone,
     format_changed_settings,
     format_metric,
     format_parallel_plan,
@@ -118,7 +120,7 @@ def _run_facts(record: Record, texts: DerivedTexts, say: PageWords) -> Facts:
         *([("restarts", format_count(len(record.restarts)))] if record.restarts else []),
         *(("note", note) for note in texts.list_notes()),
     )
-    status = Fact(say("run.status"), say(record.status), STATUS_TONE[record.status])
+    status = Fact(say("run.status"), say(standing.find_status(record)), find_status_tone(record))
     return Facts((status, *(Fact(say(f"run.{key}"), text) for key, text in labelled)))
 
 
@@ -367,9 +369,14 @@ def _hardware_facts(record: Record, say: PageWords) -> Facts:
     cpu, cores = format_setting(hardware.cpu), hardware.cpu_cores
     labelled = (
         ("machine", site.get("machine") or format_setting(hardware.machine)),
-        ("accelerator", ", ".join(kinds) or format_setting(hardware.accelerator)),
+        (
+            "accelerator",
+            mark_package(
+                ", ".join(kinds) or format_setting(hardware.accelerator), record, "accelerator", say
+            ),
+        ),
         ("count", format_count(len(hardware.devices)) if hardware.devices else UNKNOWN),
-        ("peak", _format_peak(hardware.peak)),
+        ("peak", mark_package(_format_peak(hardware.peak), record, "peak", say)),
         ("cpu", cpu if cores is None else say("hardware.cores", cpu, format_count(cores))),
         ("memory", format_bytes_in_gib(hardware.memory_bytes)),
         ("network", format_setting(site.get("network"))),
@@ -430,15 +437,19 @@ def _software_facts(record: Record, say: PageWords) -> Facts:
 
 def _setup_facts(record: Record, say: PageWords) -> Facts:
     """Return the facts of the engine with its details, the settings that were changed and where
-    they came from, all settings, and the parallel plan with its launcher, as a labelled list.
+    they came from, all settings, the parallel plan with its launcher, and the packages of others
+    that brought a part of the run (if any), as a labelled list.
     """
     heading, details = record.task.kind_row.tool_heading, record.engine.details.model_dump()
-    tool = f"{record.engine.name} ({format_setting(details)})" if details else record.engine.name
+    engine = format_engine(record, say)
+    tool = f"{engine} ({format_setting(details)})" if details else engine
     plan = say("plan.text", format_parallel_plan(record), record.plan.config, record.plan.launcher)
+    providers = format_providers(record, say)
     labelled = (
         (say.get_or_fallback(heading, heading), tool),
         (say("tune.set"), format_changed_settings(record, say)),
         (say("tune.all"), format_setting(list_stored_settings(record))),
         (say("plan"), plan),
+        *([(say("providers"), providers)] if providers else []),
     )
     return Facts(tuple(Fact(label, text) for label, text in labelled))

@@ -1,21 +1,28 @@
 """Build the tables that a terminal shows: after runs, and for `steelyard report` without --full.
 
-One row per run in short columns; what all rows have in common stands above the table instead of in
-columns.
+One row per run, or after `steelyard report` per group of repeats, in short columns; what all rows
+have in common stands above the table instead of in columns.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from steelyard import words
 from steelyard.case.resolve import list_changed_keys
-from steelyard.metrics import shipped_cases
-from steelyard.metrics.estimates import choose_quality_metric, estimate_rate, list_device_names
+from steelyard.metrics import shipped_cases, standing
+from steelyard.metrics.estimates import (
+    Estimate,
+    average_known_runs,
+    choose_quality_metric,
+    estimate_rate,
+    list_device_names,
+)
 from steelyard.metrics.passes import find_headline_pass
 from steelyard.metrics.rates import work_unit
 from steelyard.metrics.result import work_name
 from steelyard.metrics.shipped_cases import list_later_fields, list_modified_parts
-from steelyard.record.record import Record
+from steelyard.record.record import Record, Value
+from steelyard.report.case_tables import merge_repeats
 from steelyard.report.columns import load_table_layout
 from steelyard.report.derived_texts import DerivedTexts
 from steelyard.report.document import (
@@ -26,23 +33,63 @@ from steelyard.report.document import (
     Page,
     PageElement,
     Paragraph,
+    Priority,
     TableColumn,
     TableRow,
 )
 from steelyard.report.document import build_table as make_table
+from steelyard.report.marks import format_engine, list_vouching_notes, mark_package, mark_task
 from steelyard.report.numbered_runs import (
     STATUS_TONE,
+    average_metric,
+    find_status_tone,
     format_metric,
     format_metric_with_unit,
+    format_reason_codes,
     format_scope,
     format_status,
     group_by_case,
+    select_averaged,
 )
-from steelyard.report.numbers import UNKNOWN, format_number
+from steelyard.report.numbers import UNKNOWN, format_count, format_number
 from steelyard.words import PageWords
 
 UNEVALUATED_MARK = "*"
-RecordColumns = list[ColumnSpec[Record]]
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """A row of a table for the terminal: one run, or repeats of it (`records`). Properties:
+    `first_record`, which says what was asked; `averaged`, the records that means are over, and
+    `rate`, their mean with its interval, of all devices together (None if unknown).
+    `get_mean(name)` returns the mean of a metric.
+    """
+
+    records: tuple[Record, ...]
+
+    @property
+    def first_record(self) -> Record:
+        """Return the first record of this row, which stands for all in what was asked."""
+        return self.records[0]
+
+    @property
+    def averaged(self) -> Sequence[Record]:
+        """Return the records of this row whose values are averaged (`select_averaged`)."""
+        return select_averaged(self.records)
+
+    @property
+    def rate(self) -> Estimate | None:
+        """Return the mean rate of this row's runs, work of all devices per second of wall time,
+        with its interval: of several runs from the spread between them. None if it is unknown.
+        """
+        return average_known_runs(map(estimate_rate, self.averaged))[0]
+
+    def get_mean(self, name: str) -> Value | None:
+        """Return the mean of a metric over this row's runs; None if none has it."""
+        return average_metric(self.averaged, name)
+
+
+RowColumns = list[ColumnSpec[SummaryRow]]
 
 
 def build_summary_page(
@@ -55,20 +102,27 @@ def build_summary_page(
     """
     say = PageWords(lang)
     several_divisions = _has_several_divisions(records)
-    case = ColumnSpec[Record](
+    case = _make_question_column(
         say("case"),
         lambda record: (
             _append_division(record, record.case.name) if several_divisions else record.case.name
         ),
     )
-    result_columns = [*_result_columns(records, say), *_time_columns(records, say)]
+    result_columns = [
+        *(_status_column(say), *_result_columns(records, say)),
+        *_time_columns(records, say),
+    ]
     row_names = (say("point"), points) if points else None
     return Page(
         "",
         lang,
         tuple(
             _summary_elements(
-                records, [case, *_question_columns(records, say)], result_columns, row_names, say
+                [SummaryRow((record,)) for record in records],
+                [case, *_question_columns(records, say)],
+                result_columns,
+                row_names,
+                say,
             )
         ),
     )
@@ -76,35 +130,63 @@ def build_summary_page(
 
 def build_brief_page(records: list[Record], lang: Lang = "en") -> Page:
     """Build the short page of `steelyard report` without --full: for each case a heading and a
-    table of its runs with headline numbers, then what the interval means and how to see more. It
-    has no title and footer.
+    table of its runs with headline numbers, repeats as one row of means, then what the interval
+    means and how to see more. It has no title and footer.
     """
     say = PageWords(lang)
-    device = ColumnSpec[Record](
-        say("terminal.device"), lambda record: ", ".join(list_device_names(record)) or UNKNOWN
+    device = _make_question_column(
+        say("terminal.device"),
+        lambda record: mark_package(
+            ", ".join(list_device_names(record)) or UNKNOWN, record, "accelerator", say
+        ),
     )
     out: list[PageElement] = []
+    any_repeats = False
     for case, runs in group_by_case(records).items():
-        members = [run.record for run in runs]
+        members, groups = [run.record for run in runs], merge_repeats(runs)
+        with_repeats = len(groups) < len(runs)
+        any_repeats |= with_repeats
         question_columns = [device, *_question_columns(members, say, brief=True)]
-        result_columns = [*_result_columns(members, say), _energy_column(members, say)]
-        row_names = (say("terminal.run"), [run.label for run in runs])
-        out += [
-            Heading(2, " · ".join(case)),
-            *_summary_elements(members, question_columns, result_columns, row_names, say),
+        result_columns = [
+            *([_run_count_column(say)] if with_repeats else []),
+            *(_status_column(say), *_result_columns(members, say), _energy_column(members, say)),
         ]
+        row_names = (say("terminal.run"), [group.labels for group in groups])
+        rows = [SummaryRow(group.row.records) for group in groups]
+        out += [
+            Heading(2, mark_task(" · ".join(case), members[0], say)),
+            *_summary_elements(rows, question_columns, result_columns, row_names, say),
+        ]
+    notes = [say("terminal.interval"), *([say("terminal.repeats")] if any_repeats else [])]
     return Page(
         "",
         lang,
         (
             *out,
-            Paragraph(say("terminal.interval"), "muted"),
+            Paragraph(say("gap").join(notes), "muted"),
             Paragraph(say("terminal.more"), "muted"),
         ),
     )
 
 
-def _question_columns(records: list[Record], say: PageWords, brief: bool = False) -> RecordColumns:
+def _make_question_column(
+    title: str, format_cell: Callable[[Record], str], priority: Priority = 1
+) -> ColumnSpec[SummaryRow]:
+    """Return a column of what was asked, which the first record of a row tells."""
+    return ColumnSpec(title, lambda row: format_cell(row.first_record), priority=priority)
+
+
+def _status_column(say: PageWords) -> ColumnSpec[SummaryRow]:
+    """Return the column of status and reason codes."""
+    return ColumnSpec(say("status"), lambda row: _status_cell(row, say))
+
+
+def _run_count_column(say: PageWords) -> ColumnSpec[SummaryRow]:
+    """Return the column of the number of runs in each row."""
+    return ColumnSpec(say("repeats.runs"), lambda row: format_count(len(row.records)), right=True)
+
+
+def _question_columns(records: list[Record], say: PageWords, brief: bool = False) -> RowColumns:
     """Return the columns of what was asked: size, division, engine, plan, precision and scope (how
     much of the question was run), without those that say nothing for these records.
 
@@ -116,14 +198,17 @@ def _question_columns(records: list[Record], say: PageWords, brief: bool = False
     with_scope = any(record.scope.kind == "window" or record.restarts for record in records)
     several_divisions = _has_several_divisions(records)
     mark_division = brief and several_divisions
-    columns: tuple[tuple[bool, ColumnSpec[Record]], ...] = (
-        (not brief, ColumnSpec(say("size"), lambda item: item.case.size, priority=3)),
-        (not several_divisions, ColumnSpec(say("division"), lambda item: item.case.division)),
-        (True, ColumnSpec(say("engine"), lambda item: item.engine.name)),
-        (with_plan, ColumnSpec(say("terminal.plan"), _format_plan)),
+    columns: tuple[tuple[bool, ColumnSpec[SummaryRow]], ...] = (
+        (not brief, _make_question_column(say("size"), lambda item: item.case.size, 3)),
+        (
+            not several_divisions,
+            _make_question_column(say("division"), lambda item: item.case.division),
+        ),
+        (True, _make_question_column(say("engine"), lambda item: format_engine(item, say))),
+        (with_plan, _make_question_column(say("terminal.plan"), _format_plan)),
         (
             True,
-            ColumnSpec(
+            _make_question_column(
                 say("precision"),
                 lambda item: (
                     _append_division(item, item.case.precision)
@@ -134,7 +219,7 @@ def _question_columns(records: list[Record], say: PageWords, brief: bool = False
         ),
         (
             with_scope,
-            ColumnSpec(say("terminal.scope"), lambda item: format_scope(item, say), priority=3),
+            _make_question_column(say("terminal.scope"), lambda item: format_scope(item, say), 3),
         ),
     )
     return [column for is_shown, column in columns if is_shown]
@@ -150,8 +235,8 @@ def _append_division(record: Record, text: str) -> str:
     return text if record.case.division == "closed" else f"{text} {record.case.division}"
 
 
-def _result_columns(records: list[Record], say: PageWords) -> RecordColumns:
-    """Return the columns of the results: status, rate of all devices, half of its interval, MFU and
+def _result_columns(records: list[Record], say: PageWords) -> RowColumns:
+    """Return the columns of the results: rate of all devices, half of its interval, MFU and
     quality.
 
     The unit of the rate and the name of the quality are in the head if all records agree, and
@@ -163,38 +248,39 @@ def _result_columns(records: list[Record], say: PageWords) -> RecordColumns:
     metric = metrics.pop() if len(metrics) == 1 else ""
     title = say.get_or_fallback(metric, metric) if metric else say("terminal.quality")
     return [
-        ColumnSpec(say("status"), lambda record: _status_cell(record, say)),
         ColumnSpec(
             say("terminal.rate"),
-            lambda record: _format_rate(record, unit, say),
+            lambda row: _format_rate(row, unit, say),
             words.translate_unit(unit, say.lang),
             right=True,
         ),
         ColumnSpec("±", _format_half_interval, right=True, priority=2, optional=True),
         ColumnSpec(
             "MFU",
-            lambda record: format_metric("mfu", record.metrics.get("mfu")),
+            lambda row: format_metric("mfu", row.get_mean("mfu")),
             right=True,
             optional=True,
         ),
-        ColumnSpec(title, lambda record: _format_quality(record, metric), right=True),
+        ColumnSpec(title, lambda row: _format_quality(row, metric), right=True),
     ]
 
 
-def _time_columns(records: list[Record], say: PageWords) -> RecordColumns:
+def _time_columns(records: list[Record], say: PageWords) -> RowColumns:
     """Return four columns: rate over wall time, rate over compute time, memory and end-to-end time,
     each number with its unit; all are optional and of lowest priority.
     """
 
-    def make_column(metric_name: Callable[[Record], str]) -> ColumnSpec[Record]:
+    def make_column(metric_name: Callable[[Record], str]) -> ColumnSpec[SummaryRow]:
         """Return the column of the metric that `metric_name` names for each record; the title joins
         the different names by a slash.
         """
         title = "/".join(dict.fromkeys(map(metric_name, records)))
         return ColumnSpec(
             say.get_or_fallback(title, title),
-            lambda record: format_metric_with_unit(
-                metric_name(record), record.metrics.get(metric_name(record)), say.lang
+            lambda row: format_metric_with_unit(
+                metric_name(row.first_record),
+                row.get_mean(metric_name(row.first_record)),
+                say.lang,
             ),
             right=True,
             priority=3,
@@ -226,7 +312,7 @@ def _headline_rate_names(record: Record) -> tuple[str, str]:
     )
 
 
-def _energy_column(records: list[Record], say: PageWords) -> ColumnSpec[Record]:
+def _energy_column(records: list[Record], say: PageWords) -> ColumnSpec[SummaryRow]:
     """Return the column of energy per token or per sample, whichever a record's rates count; the
     unit is the title if all records share it, else the title is `J` and each cell has its unit.
     """
@@ -238,10 +324,10 @@ def _energy_column(records: list[Record], say: PageWords) -> ColumnSpec[Record]:
     }
     title = units.pop() if len(units) == 1 else "J"
 
-    def format_energy(record: Record) -> str:
-        """Return a record's energy per token or sample; with its unit if the title has none."""
-        name = names[work_name(record)]
-        metric = record.metrics.get(name)
+    def format_energy(row: SummaryRow) -> str:
+        """Return a row's energy per token or sample; with its unit if the title has none."""
+        name = names[work_name(row.first_record)]
+        metric = row.get_mean(name)
         return (
             format_metric(name, metric)
             if title != "J"
@@ -258,55 +344,50 @@ def _energy_column(records: list[Record], say: PageWords) -> ColumnSpec[Record]:
 
 
 def _summary_elements(
-    records: list[Record],
-    question_columns: RecordColumns,
-    result_columns: RecordColumns,
+    rows: list[SummaryRow],
+    question_columns: RowColumns,
+    result_columns: RowColumns,
     row_names: tuple[str, list[str]] | None,
     say: PageWords,
 ) -> list[PageElement]:
-    """Return the table of the records, and above it a paragraph with the question columns whose
-    cells are equal in all rows, which the table then does not have; with one record these are all
-    of them. Result columns are always in the table, but for optional ones without a value.
+    """Return the table of the rows, and above it a paragraph with the question columns whose cells
+    are equal in all rows, which the table then does not have; with one row these are all of them.
+    Result columns are always in the table, but for optional ones without a value.
 
     `row_names` is the title and the cells of an extra first column, or None. Footnotes explain
-    qualities that were not evaluated, why no run has an MFU (if all have the same reason), and
-    FLOPs that do not follow from a model's shape.
+    qualities that were not evaluated, why no run has an MFU (if all have the same reason), FLOPs
+    that do not follow from a model's shape, and who vouches for parts that are not Steelyard's.
     """
     shared_columns = [
-        item
-        for item in question_columns
-        if len({item.make_cell(record) for record in records}) == 1
+        item for item in question_columns if len({item.make_cell(row) for row in rows}) == 1
     ]
     labelled_titles = {say("size"), say("terminal.plan")}  # their cells need the title beside them
     titles = (f"{item.title} " if item.title in labelled_titles else "" for item in shared_columns)
     shared_texts = [
-        f"{title}{item.make_cell(records[0])}"
+        f"{title}{item.make_cell(rows[0])}"
         for title, item in zip(titles, shared_columns, strict=True)
     ]
-    any_unevaluated = any(
-        _format_quality(record, "any").endswith(UNEVALUATED_MARK) for record in records
-    )
+    records = [record for row in rows for record in row.records]
+    any_unevaluated = any(_format_quality(row, "any").endswith(UNEVALUATED_MARK) for row in rows)
     notes = [say("terminal.unchecked")] if any_unevaluated else []
-    without_mfu = all(
-        format_metric("mfu", record.metrics.get("mfu")) == UNKNOWN for record in records
-    )
+    without_mfu = all(format_metric("mfu", row.get_mean("mfu")) == UNKNOWN for row in rows)
     notes += _missing_mfu_note(records, say) if without_mfu else []
     notes += [
         words.render_text(item, say.lang)
         for item in shipped_cases.make_counted_flops_notes(records)
     ]
+    notes += list_vouching_notes(records, say)
     summary_table = make_table(
         [*(item for item in question_columns if item not in shared_columns), *result_columns],
-        records,
+        rows,
         notes,
     )
     if row_names is not None:
         named_rows = zip(row_names[1], summary_table.rows, strict=True)
-        rows = [TableRow((Cell(name), *row.cells)) for name, row in named_rows]
         summary_table = replace(
             summary_table,
             columns=(TableColumn(row_names[0]), *summary_table.columns),
-            rows=tuple(rows),
+            rows=tuple(TableRow((Cell(name), *row.cells)) for name, row in named_rows),
         )
     return [*([Paragraph(" · ".join(shared_texts))] if shared_texts else []), summary_table]
 
@@ -332,55 +413,73 @@ def _format_plan(record: Record) -> str:
     return " ".join(filter(None, (plan.config, degrees_text, f"SH{sharding}" if sharding else "")))
 
 
-def _status_cell(record: Record, say: PageWords) -> Cell:
+def _status_cell(row: SummaryRow, say: PageWords) -> Cell:
     """Return status and reason codes of a run, and words for a question changed on the command
     line, a modified case, and a case of an earlier version; coloured by status.
+
+    Of repeats it is the status that they have together, and below it how many of them count, if not
+    all or none do, and the reason codes of the others.
     """
+    record = row.first_record
     remarks = {
         "changed": list_changed_keys(record.case.origins),
         "modified": list_modified_parts(record),
         "earlier": list_later_fields(record),
     }
-    parts = [
-        format_status(record, say),
-        *(say(word) for word, differences in remarks.items() if differences),
+    words_below = [say(word) for word, differences in remarks.items() if differences]
+    if len(row.records) == 1:
+        status_text = say("comma").join([format_status(record, say), *words_below])
+        return Cell(status_text, tone=find_status_tone(record))
+    status, proven = standing.find_group_status(row.records), standing.select_proven(row.records)
+    others = [item for item in row.records if not any(item is one for one in proven)]
+    counts = format_count(len(proven)), format_count(len(row.records))
+    below = [
+        say("side.partly", *counts) if proven and others else "",
+        format_reason_codes(others, say),
     ]
-    return Cell(say("comma").join(parts), tone=STATUS_TONE[record.status])
+    return Cell(
+        say("comma").join([say(status), *words_below]),
+        say("comma").join(filter(None, below)),
+        STATUS_TONE[status],
+    )
 
 
-def _format_rate(record: Record, common_unit: str, say: PageWords) -> str:
+def _format_rate(row: SummaryRow, common_unit: str, say: PageWords) -> str:
     """Format the rate of all devices together, as `compare` counts it, or UNKNOWN if there is none;
-    the unit is added if `common_unit` is empty, because records differ in it.
+    the unit is added if `common_unit` is empty, because rows differ in it.
     """
-    estimate = estimate_rate(record)
+    estimate = row.rate
     if estimate is None:
         return UNKNOWN
     value = format_number("number", estimate.value)
-    return value if common_unit else f"{value} {words.translate_unit(work_unit(record), say.lang)}"
+    unit = words.translate_unit(work_unit(row.first_record), say.lang)
+    return value if common_unit else f"{value} {unit}"
 
 
-def _format_half_interval(record: Record) -> str:
+def _format_half_interval(row: SummaryRow) -> str:
     """Return half the width of the rate's 95 % interval as a percentage of the rate; UNKNOWN if
     there is no interval.
     """
-    estimate = estimate_rate(record)
+    estimate = row.rate
     if estimate is None or estimate.interval is None:
         return UNKNOWN
     low, high = estimate.interval
     return format_number("percent", (high - low) / 2 / estimate.value)
 
 
-def _format_quality(record: Record, common_metric: str) -> str:
-    """Format the metric by which a run's quality is compared (that of `choose_quality_metric`);
+def _format_quality(row: SummaryRow, common_metric: str) -> str:
+    """Format the metric by which a row's quality is compared (that of `choose_quality_metric`);
     UNKNOWN if it has none. If `common_metric` is empty, the metric's name up to its first `_`
     precedes it, such as `loss`.
 
-    A `*` at the end marks the case's quality if it was not evaluated.
+    A `*` at the end marks the case's quality if it was not evaluated in every run.
     """
-    name = choose_quality_metric([record])
-    text = format_metric(name, record.metrics.get(name))
+    name = choose_quality_metric(row.averaged)
+    text = format_metric(name, row.get_mean(name))
     if text == UNKNOWN:
         return text
-    unevaluated = name == record.quality.metric and not record.quality.evaluated
+    unevaluated = name == row.first_record.quality.metric and not all(
+        record.quality.evaluated for record in row.averaged
+    )
     labelled = text if common_metric else f"{name.partition('_')[0]} {text}"
     return labelled + UNEVALUATED_MARK if unevaluated else labelled

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from itertools import accumulate
 
-from steelyard.metrics import rates
+from steelyard.metrics import rates, standing
 from steelyard.metrics.time_waterfall import Waterfall, make_waterfalls
 from steelyard.record.profile_facts import KernelFacts
 from steelyard.record.record import Record
@@ -24,6 +24,7 @@ from steelyard.report.document import (
     Table,
     build_table,
 )
+from steelyard.report.marks import mark_task
 from steelyard.report.numbered_runs import group_by_case
 from steelyard.report.numbers import format_count, format_number
 from steelyard.words import PageWords
@@ -60,9 +61,10 @@ def build_waterfall_page(records: list[Record], lang: Lang) -> Page:
     title = say("explain")
     elements: list[PageElement] = [Heading(1, title)]
     for case, runs in group_by_case(records, lang).items():
-        elements.append(Heading(2, " · ".join(case)))
+        elements.append(Heading(2, mark_task(" · ".join(case), runs[0].record, say)))
         for run in runs:
-            elements.append(Heading(3, f"{run.title} · {run.record.status}"))
+            status = standing.find_status(run.record)
+            elements.append(Heading(3, f"{run.format_title(say)} · {status}"))
             elements += build_waterfall_section(run.record, say) or [
                 Paragraph(say("all.absent"), "muted")
             ]
@@ -90,7 +92,7 @@ def build_short_waterfall_page(records: list[Record], lang: Lang = "en") -> Page
                 for waterfall in profiled
             ]
             if elements_by_rank:
-                title = " · ".join([*case, run.title])
+                title = " · ".join([*case, run.format_title(say)])
                 elements += [
                     Paragraph(f"{say('explain')}: {title}", "strong"),
                     *(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from steelyard.errors import RequestError
+from steelyard.metrics import standing
 from steelyard.metrics.metric_table import find_metric as metric_row
 from steelyard.record.record import Record
 from steelyard.report.as_md import escape_markdown, format_table_line
@@ -32,6 +33,7 @@ from steelyard.report.flagperf.values import (
     has_generated_data,
     list_page_values,
 )
+from steelyard.report.marks import list_vouching_notes
 from steelyard.report.numbered_runs import format_scope, group_by_case
 from steelyard.report.numbers import UNKNOWN, format_without_separators, join_by_slash
 from steelyard.words import LANGS, PageWords
@@ -68,8 +70,8 @@ class PageSource:
     (texts on what differs from the shipped case; empty if nothing), and `say`, the words of its
     language.
 
-    Properties `valid_records` (the rows of its table) and `described_records` (the valid ones, or
-    all if none is valid); `translate(pair)` returns the text of the page's language.
+    Properties `right_records` (valid or unproven: the rows of its table) and `described_records`
+    (these, or all if there are none); `translate(pair)` returns the text of the page's language.
     """
 
     layout: PageLayout
@@ -78,14 +80,14 @@ class PageSource:
     say: PageWords
 
     @property
-    def valid_records(self) -> list[Record]:
-        """Return the valid runs of the page: its rows in the table of values."""
-        return [record for record in self.records if record.status == "valid"]
+    def right_records(self) -> list[Record]:
+        """Return the valid and unproven runs of the page: its rows in the table of values."""
+        return [record for record in self.records if standing.is_answer_right(record)]
 
     @property
     def described_records(self) -> list[Record]:
-        """Return the runs that the page describes: the valid ones, or all if none is valid."""
-        return self.valid_records or self.records
+        """Return the runs that the page describes: those in its table, or all if there are none."""
+        return self.right_records or self.records
 
     def translate(self, text: TextPair) -> str:
         """Return the text of a pair (English, Chinese) that is in the language of the page."""
@@ -244,7 +246,7 @@ def _render_value_table(table: ValueTable, source: PageSource) -> list[str]:
     if table.header_value:
         header = "; ".join(_markdown_values(table.header_value, source))
         out.append(format_table_line([header, *[DASHES] * (len(table.columns) - 1)]))
-    for record in source.valid_records:
+    for record in source.right_records:
         out.append(
             format_table_line(
                 [escape_markdown(_format_cell(column, record, source)) for column in table.columns]
@@ -289,7 +291,7 @@ def _render_notes(source: PageSource) -> list[str]:
     say, notes = source.say, [*_page_notes(source), *_row_notes(source)]
     not_valid = []
     for record in source.records:
-        if record.status != "valid":
+        if not standing.is_answer_right(record):
             codes = dict.fromkeys(reason.code for reason in record.reasons)
             not_valid.append(f"{record.id} ({', '.join(codes) or record.status})")
     notes += [say("flagperf.left_out", say("comma").join(not_valid))] if not_valid else []
@@ -303,8 +305,8 @@ def _render_notes(source: PageSource) -> list[str]:
 
 def _page_notes(source: PageSource) -> list[str]:
     """Return the notes on the whole page: the layout's `explained_columns`, the data that was read
-    (with `note_data`), a size other than full, and how the question differs from the shipped case;
-    each only where it applies.
+    (with `note_data`), a size other than full, who vouches for parts that are not Steelyard's, and
+    how the question differs from the shipped case; each only where it applies.
     """
     say, size = source.say, source.records[0].case.size
     out = [
@@ -317,6 +319,7 @@ def _page_notes(source: PageSource) -> list[str]:
         else []
     )
     out += [say("flagperf.smoke", size)] if size != "full" else []
+    out += list_vouching_notes(source.described_records, say)
     return out + (
         [say("flagperf.changed", say("comma").join(source.changed))] if source.changed else []
     )
@@ -331,6 +334,9 @@ ROW_REMARKS: tuple[Callable[[Record, PageWords], str], ...] = (
         "" if record.quality.evaluated else say("flagperf.unevaluated", record.quality.metric)
     ),
     lambda record, say: "" if record.case.division == "closed" else say("flagperf.open"),
+    lambda record, say: (
+        say("flagperf.unproven") if standing.find_status(record) == "unproven" else ""
+    ),
 )
 
 
@@ -340,7 +346,7 @@ def _row_notes(source: PageSource) -> list[str]:
     """
     say = source.say
     rows: dict[str, list[int]] = {}
-    for number, record in enumerate(source.valid_records, 1):
+    for number, record in enumerate(source.right_records, 1):
         for text in (
             *(remark(record, say) for remark in ROW_REMARKS),
             *_noted_metric_texts(record, source),

@@ -13,6 +13,7 @@ from steelyard.metrics import estimates
 from steelyard.metrics.result import GIB
 from steelyard.record.record import Record
 from steelyard.record.run_facts import Software
+from steelyard.report.marks import format_engine
 from steelyard.report.numbered_runs import (
     find_engine_version,
     find_framework_version,
@@ -71,9 +72,9 @@ def _list_packages(record: Record, say: PageWords) -> list[str]:
 
 
 def _list_toolkit(record: Record, say: PageWords) -> list[str]:
-    """List the engine, with its package's version if it has one."""
-    version = find_engine_version(record)
-    return [record.engine.name if version is None else f"{record.engine.name} ({version})"]
+    """List the engine with its mark, and its package's version if it has one."""
+    version, name = find_engine_version(record), format_engine(record, say)
+    return [name if version is None else f"{name} ({version})"]
 
 
 def _list_data(record: Record, say: PageWords) -> list[str]:
@@ -197,10 +198,10 @@ PAGE_VALUES: dict[str, ListValues] = {
     ),
     "packages": _list_packages,
     "toolkit": _list_toolkit,
-    "engine": _single_value(lambda record: record.engine.name),
-    "implementation": _single_value(
-        lambda record: f"{record.engine.name}, {record.question.model.family}"
-    ),
+    "engine": lambda record, say: [format_engine(record, say)],
+    "implementation": lambda record, say: [
+        f"{format_engine(record, say)}, {record.question.model.family}"
+    ],
     "data": _list_data,
     "data_line": lambda record, say: [
         say("flagperf.data", say("comma").join(_list_data(record, say)) or UNKNOWN)
@@ -312,7 +313,7 @@ def _format_memory(record: Record, say: PageWords) -> str:
 
 # Settings of a run by name, each the text of a cell.
 ROW_SETTINGS: dict[str, Callable[[Record, PageWords], str]] = {
-    "tool": lambda record, say: record.engine.name,
+    "tool": format_engine,
     "precision": lambda record, say: record.case.precision,
     "config": _format_config,
     "config_memory": _format_config_memory,
