@@ -17,9 +17,10 @@ from statistics import median
 
 from fixtures.records import RUNS, SPECS
 from steelyard import report
-from steelyard.metrics import engine_groups, estimates
+from steelyard.metrics import engine_groups, estimates, ratio, standing
+from steelyard.metrics.verdict import judge_engines
 from steelyard.record import ceilings_record, record
-from steelyard.record.record import Record, Value
+from steelyard.record.record import Record, Status, Value
 from steelyard.report.ceilings_page import SHOWN_UNITS
 from steelyard.report.document import (
     Cell,
@@ -90,8 +91,8 @@ def estimate_mean(ids: str, name: str) -> estimates.Estimate:
     )[0]
 
 
-def format_interval(mean: estimates.Estimate) -> str:
-    """Return the interval of an estimate as text; empty if it has none."""
+def format_interval(mean: estimates.Estimate | ratio.Ratio) -> str:
+    """Return the interval of an estimate or ratio as text; empty if it has none."""
     return " – ".join(format_number("number", end) for end in mean.interval or ())
 
 
@@ -111,13 +112,24 @@ def make_metric_column(name: str) -> CellMaker:
 
 
 def make_ratio_column(name: str) -> CellMaker:
-    """Return a column with a metric's ratio to that of the runs a row is compared with."""
+    """Return a column with a metric's ratio to that of the runs a row is compared with, and below
+    it its interval or that it was not tested. A rate has none unless both sides are proven, as in
+    `steelyard compare`; the worse status of the two is below it then.
+    """
 
     def cell(row: DocsRow) -> Cell:
-        quotient = estimates.divide_estimates(
-            estimate_mean(row.ids, name), estimate_mean(row.base, name)
+        statuses = [
+            standing.find_group_status(runs) for runs in (row.records, load_records(row.base))
+        ]
+        worst = max(statuses, key=standing.STATUS_ORDER.index)
+        if "/s" in row.records[0].metrics[name].unit and worst != "valid":
+            return Cell(UNKNOWN, worst)
+        compared = ratio.compare_values(
+            read_metric_values(row.base, name), read_metric_values(row.ids, name)
         )
-        return Cell(format_number("number", quotient.value), format_interval(quotient))
+        assert compared is not None
+        interval = format_interval(compared) or PageWords("en")("compare.change.not tested")
+        return Cell(format_number("number", compared.value), interval)
 
     return cell
 
@@ -161,9 +173,16 @@ def format_quality(row: DocsRow) -> Cell:
 
 
 def format_status(row: DocsRow) -> Cell:
-    """Return the status and reason codes of the runs; if they differ, how many runs have each."""
+    """Return status by today's rule and reason codes of the runs; if they differ, how many runs
+    have each. Unproven repeats that prove their rate together are valid.
+    """
+    if standing.find_group_status(row.records) == "valid" and not any(
+        map(standing.is_valid, row.records)
+    ):
+        return Cell(f"valid: {PageWords('en')('side.by_repeats', str(len(row.records)))}")
     texts = (
-        ": ".join([run.status, *(reason.code for reason in run.reasons)]) for run in row.records
+        ": ".join([standing.find_status(run), *standing.list_reason_codes(run)])
+        for run in row.records
     )
     counts = Counter(texts)
     return Cell(", ".join(f"{n} {text}" if len(counts) > 1 else text for text, n in counts.items()))
@@ -259,6 +278,7 @@ PAGE_MAKERS: dict[str, Callable[[list[Record]], Page | None]] = {
     "runs": report.build_summary_page,
     "engines": report.build_engines_page,
     "scaling": report.build_scaling_page,
+    "verdict": lambda records: report.build_verdict_page(judge_engines(records)),
 }
 
 
@@ -270,10 +290,44 @@ def make_terminal_page(ids: str, page: str, columns: int = 80) -> str:
     assert printed_page is not None
     blocks = (
         printed_page.elements[:-1]
-        if isinstance(printed_page.elements[-1], Paragraph)
+        if isinstance(printed_page.elements[-1], Paragraph) and len(printed_page.elements) > 1
         else printed_page.elements
     )
     return f"```text\n{report.render_text(Page('', 'en', blocks), columns).strip()}\n```\n"
+
+
+def count_statuses() -> dict[tuple[str, str, str], list[tuple[Status, Status]]]:
+    """Return, for all published runs by (folder, kind of work, size), the status that each record
+    stores and the one that it has today.
+    """
+    by_group: dict[tuple[str, str, str], list[tuple[Status, Status]]] = {}
+    for record_id, path in PATH_BY_ID.items():
+        [run] = load_records(record_id)
+        key = (path.parent.name, run.task.kind, run.case.size)
+        by_group.setdefault(key, []).append((run.status, standing.find_status(run)))
+    return dict(sorted(by_group.items()))
+
+
+def make_statuses_table() -> str:
+    """Return how many published runs have each status today, by folder, kind of work and size; in
+    parentheses those that their records store as valid.
+    """
+    rows = [
+        (*key, len(statuses), *(_count_status(statuses, name) for name in standing.STATUS_ORDER))
+        for key, statuses in count_statuses().items()
+    ]
+    heads = ("folder", "kind", "size", "records", *standing.STATUS_ORDER)
+    cells = (TableRow(tuple(Cell(str(value)) for value in row)) for row in rows)
+    return format_markdown(Table(tuple(map(TableColumn, heads)), tuple(cells)))
+
+
+def _count_status(statuses: list[tuple[Status, Status]], name: Status) -> str:
+    """Return how many runs have this status today, and in parentheses how many of those store the
+    status valid, if they have another today; empty for none.
+    """
+    counted = [stored for stored, today in statuses if today == name]
+    others = counted.count("valid") if name != "valid" else 0
+    return f"{len(counted)} ({others})" if others else str(len(counted) or "")
 
 
 def make_waterfall_table(ids: str) -> str:
@@ -333,6 +387,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "explain": make_waterfall_table,
     "ceilings": make_ceilings_table,
     "added": make_extension_table,
+    "statuses": make_statuses_table,
 }
 TABLES = tomllib.loads((ROOT / "docs/tables.toml").read_text())
 

@@ -26,6 +26,8 @@ from steelyard.metrics import (
     fitness_rules,
     metric_table,
     side_comparison,
+    standing,
+    stats,
     validity,
 )
 from steelyard.metrics.verify import verify_record
@@ -75,7 +77,10 @@ def test_every_metric_is_documented():
     assert missing == []
 
 
-RULE_MODULES = ("validity.py", "cpu_contention.py", "clock_checks.py", "plausibility.py")
+RULE_MODULES = (
+    *("validity.py", "cpu_contention.py", "clock_checks.py", "plausibility.py"),
+    "weights_check.py",
+)
 
 
 def test_every_reason_is_documented():
@@ -90,10 +95,11 @@ def test_every_reason_is_documented():
         "shared",
         "quality",
     )
-    for code in (*codes, "clock", "reported", "implausible", "hidden", "busy"):
+    for code in (*codes, "clock", "reported", "implausible", "hidden", "busy", "weights"):
         assert f'"{code}"' in checks, code
         assert f"`{code}`" in DOCS["metrics.md"], code
-    assert len(validity.RULES) == 14  # a new rule needs a new row in docs/metrics.md
+    assert f"| `{standing.UNPROVEN_CODE}` |" in DOCS["metrics.md"]
+    assert len(validity.RULES) == 17  # a new rule needs a new row in docs/metrics.md
     # a new rule of a kind of work needs one too
     assert len({rule for kind in kinds.load_kinds().values() for rule in kind.rules}) == 7
     run = "".join(path.read_text() for path in (ROOT / "src/steelyard/run").glob("*.py"))
@@ -120,6 +126,16 @@ def test_every_engine_and_accelerator_is_documented():
 def test_every_source_is_documented():
     for row in (*sources.DATA_SOURCES, *sources.WEIGHT_SOURCES):
         assert f"`{row.name}`" in DOCS["data.md"], row.name
+
+
+def test_every_status_and_version_of_the_formulas_is_documented():
+    for status in get_args(record.Status):
+        assert f"`{status}`" in DOCS["records.md"]
+        assert f"`{status}`" in DOCS["glossary.md"]
+    assert f"the version of the metric formulas, {record.FORMULAS_VERSION}." in DOCS["records.md"]
+    assert f"`formulas` {standing.FIRST_VERSION_WITH_UNPROVEN} on" in DOCS["metrics.md"]
+    assert f"| scoring | {stats.MIN_STEPS} batches " in DOCS["metrics.md"]
+    assert f"| training | {stats.MIN_STEPS_FOR_STEADY_INTERVAL} steps: " in DOCS["metrics.md"]
 
 
 def test_every_field_of_a_record_is_documented():

@@ -5,6 +5,7 @@ The tables themselves are made from the records, and compared with the documents
 tests/test_docs.py.
 """
 
+from collections import Counter
 from statistics import fmean
 
 import pytest
@@ -14,14 +15,17 @@ from docs_tables import (
     ROOT,
     TABLES,
     DocsRow,
+    find_column,
     load_records,
     make_table,
     read_metric_values,
 )
 from fixtures.records import SPECS
-from steelyard.metrics import estimates, side_comparison
+from steelyard.metrics import estimates, passes, side_comparison, standing, stats
 from steelyard.metrics.time_waterfall import make_waterfalls
 from steelyard.record import ceilings_record
+from steelyard.report.document import Cell
+from steelyard.report.numbers import UNKNOWN
 
 NOTEBOOK = " ".join((ROOT / "docs/notebook.md").read_text().split())
 
@@ -80,6 +84,72 @@ def test_program_changes_keep_the_rate_within_half_a_percent() -> None:
         ]
         assert abs(new / old - 1) < 0.005
         assert {run.status for run in (*row.records, *load_records(row.base))} == {"valid"}
+
+
+def test_published_records_have_these_statuses_today() -> None:
+    """Records from before the status unproven, by folder and kind of work, each as (stored status,
+    status today): no record stores unproven, and those without an interval are unproven today.
+    """
+    counts: dict[tuple[str, str], Counter[tuple[str, str]]] = {}
+    for record_id, path in PATH_BY_ID.items():
+        [run] = load_records(record_id)
+        if (run.formulas or 1) < standing.FIRST_VERSION_WITH_UNPROVEN:
+            counter = counts.setdefault((path.parent.name, run.task.kind), Counter())
+            counter[run.status, standing.find_status(run)] += 1
+    valid, unproven = ("valid", "valid"), ("valid", "unproven")
+    invalid, failed = ("invalid", "invalid"), ("failed", "failed")
+    assert counts == {
+        ("cpu", "score"): {valid: 4},
+        ("cpu", "train"): {valid: 9, invalid: 1},
+        ("cpu-fp8", "score"): {invalid: 4},
+        ("cpu-fp8", "train"): {valid: 4},
+        ("cpu-own-model", "score"): {unproven: 2},
+        ("cpu-scoring", "score"): {valid: 1, invalid: 5},
+        ("cpu-start-up", "score"): {valid: 6},
+        ("h200", "score"): {valid: 58, invalid: 12, failed: 1},
+        ("h200", "train"): {valid: 43, unproven: 27, invalid: 5, failed: 1},
+        ("h200-rounded", "train"): {valid: 1},
+    }
+
+
+def test_unproven_published_runs_have_too_few_steps_or_batches() -> None:
+    """Every one of them, and no other run of the full size that has a rate."""
+    for record_id in PATH_BY_ID:
+        [run] = load_records(record_id)
+        rate_span = passes.find_rate_span(run)
+        if run.status != "valid" or run.case.size == "smoke" or rate_span is None:
+            continue
+        count = len(rate_span.steps[rate_span.slowest_rank])
+        assert (standing.find_status(run) == "unproven") == (count < stats.MIN_STEPS), record_id
+
+
+def test_tables_compare_no_unproven_rates() -> None:
+    """The only published comparison of runs that are too short is of three repeats a side."""
+    compared = {
+        (name, row.ids, row.base)
+        for name, table in TABLES.items()
+        if "make" not in table and "ratio of tokens_per_device_s" in table["columns"]
+        for row in read_rows(name)
+        if not all(map(standing.is_valid, (*row.records, *load_records(row.base))))
+        and find_column("ratio of tokens_per_device_s")(row).text != UNKNOWN
+    }
+    assert compared == {
+        (
+            "against-transformers",
+            "ee04d3aa 512e00ca 239bf7f2",
+            "d07b9b33 09cf4424 675a7eb2",
+        )
+    }
+    not_compared = [
+        row.ids
+        for name in ("sizes", "several")
+        for row in read_rows(name)
+        if find_column("ratio of tokens_per_device_s")(row) == Cell(UNKNOWN, "unproven")
+    ]
+    assert not_compared == [
+        *("476a6b3f", "2b966b83", "abb9f441"),
+        *("21a97ebd", "d3257a53", "66f816b5", "a21463d4", "049d031e"),
+    ]
 
 
 def read_losses(ids: str) -> list[float]:

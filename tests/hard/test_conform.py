@@ -3,6 +3,8 @@ lie do not.
 """
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,14 @@ import pytest
 
 from fixtures import report
 from fixtures.attacks import Attacks
-from fixtures.commands import Shell
+from fixtures.commands import CASE, SMOKE, Shell, install_faulty_engine
 from fixtures.liars import install_liar_engine
-from steelyard.engine.engine_rows import TRANSFORMERS, EngineRow
-from steelyard.metrics.conform_checks import ConformCheck, check_conformity
+from steelyard.engine import engine_rows
+from steelyard.engine.engine_rows import TRANSFORMERS, EngineRow, FrameworkRow
+from steelyard.metrics.proportion_checks import SAVING_NAME
 from steelyard.record.record import Reason, Record
-from steelyard.run import conformity
+from steelyard.run import conformity, environment
+from steelyard.run.checked_request import CheckedRequest
 
 OPENWEBTEXT = "llama1-7b-openwebtext"
 
@@ -30,6 +34,11 @@ def run_conform(shell: Shell, *arguments: str, **variables: str) -> tuple[int, d
     return result.code, result.json()
 
 
+def failed_rows(answer: dict[str, Any]) -> set[str]:
+    """Return what a comparison found to be wrong."""
+    return {row["what"] for row in answer["rows"] if row["ok"] is False}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "arguments",
@@ -42,12 +51,15 @@ def run_conform(shell: Shell, *arguments: str, **variables: str) -> tuple[int, d
 )
 def test_shipped_engines_conform(shell: Shell, arguments: tuple[str, ...]) -> None:
     code, answer = run_conform(shell, *arguments)
-    assert (code, answer["conforms"]) == (0, True), [row for row in answer["rows"] if not row["ok"]]
+    assert (code, answer["conforms"]) == (0, True), failed_rows(answer)
     assert {row["what"] for row in answer["rows"]} >= {
         "status",
+        "weights",
+        "parameters",
         "train counts",
         "step 1 loss",
-        "step 1 grad_norm",
+        "step 2 grad_norm",
+        "CPU s per TFLOP",
     }
     results_file = shell.folder / "cache" / "steelyard" / "conform.json"
     # that an engine conforms is stored only if all cases were compared
@@ -63,10 +75,9 @@ def test_an_engine_that_trains_on_half_of_a_batch_does_not_conform(
     """
     shell = Shell(tmp_path, (install_liar_engine(tmp_path / "package"),))
     code, answer = run_conform(shell, "liar", "--case", OPENWEBTEXT, LIAR="half_hidden")
-    failed_rows = {row["what"] for row in answer["rows"] if not row["ok"]}
     assert (code, answer["conforms"]) == (1, False)
-    assert {"step 1 loss", "step 1 grad_norm"} <= failed_rows
-    assert not failed_rows & {"status", "train counts"}
+    assert {"step 1 loss", "step 1 grad_norm"} <= failed_rows(answer)
+    assert not failed_rows(answer) & {"status", "train counts"}
     results = json.loads((tmp_path / "cache" / "steelyard" / "conform.json").read_text())
     assert (results["liar"]["conforms"], results["liar"]["version"]) == (False, answer["version"])
     command = (
@@ -94,6 +105,55 @@ def test_an_engine_that_trains_on_half_of_a_batch_does_not_conform(
     )
 
 
+AGAIN = "after other rows"
+# lie → what `conform` finds, and nothing else
+SCORING_LIES = {
+    "replay_half": {f"val answers, {AGAIN}", f"infer answers, {AGAIN}"},
+    "replay_third": {f"val answers, {AGAIN}", f"infer answers, {AGAIN}"},
+    "skip_last": {f"val answers, {AGAIN}", f"infer answers, {AGAIN}"},
+    "trained": {"status", f"status, {AGAIN}", "weights"},
+    "parameters": {"parameters"},
+    "clock": {"status", f"status, {AGAIN}"},
+}
+LIE_TITLES = {
+    "replay_half": "answers half of the rows of a pass from the pass before",
+    "replay_third": "answers a third of the rows of a pass from the pass before",
+    "skip_last": "answers the last rows of a pass from the pass before",
+    "trained": "calls random weights trained",
+    "parameters": "states another number of parameters",
+    "clock": "slows the clocks of its process during a pass",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lie", SCORING_LIES)
+def test_a_scoring_engine_that_lies_does_not_conform(
+    lie: str, tmp_path: Path, attacks: Attacks
+) -> None:
+    """Each engine answers correctly as long as both passes have the same rows in the same order, so
+    its record alone is valid; those that lie about weights and time are invalid.
+    """
+    shell = Shell(tmp_path, (install_liar_engine(tmp_path / "package"),))
+    code, answer = run_conform(shell, "liar", "--case", CASE, LIAR=lie)
+    assert (code, answer["conforms"], failed_rows(answer)) == (1, False, SCORING_LIES[lie])
+    attacks.add(f"engine that scores: {LIE_TITLES[lie]}", 1, "`valid`", "`conforms: false`")
+
+
+@pytest.mark.full
+@pytest.mark.long
+def test_an_engine_that_knows_rows_again_does_not_conform(tmp_path: Path) -> None:
+    """It answers half of the rows that an earlier pass had, known by their tokens, from there: all
+    its answers are right, and only its time shows it.
+    """
+    shell = Shell(tmp_path, (install_liar_engine(tmp_path / "package"),))
+    code, answer = run_conform(shell, "liar", "--case", CASE, LIAR="memo")
+    untested = [row["untested"] for row in answer["rows"] if row["ok"] is None]
+    if untested:
+        pytest.skip(untested[0])
+    assert code == 1
+    assert failed_rows(answer) <= {"status, timed runs", SAVING_NAME}
+
+
 @pytest.mark.parametrize(("reasons", "code"), [(("interrupted",), 1), (("out_of_memory",), 1)])
 def test_unfinished_run_gives_no_conformity_result(
     reasons: tuple[str, ...], code: int, shell: Shell, monkeypatch: pytest.MonkeyPatch
@@ -110,11 +170,11 @@ def test_unfinished_run_gives_no_conformity_result(
     )
     runs: list[object] = []
 
-    def run_case(request: object) -> tuple[Record, Path]:
+    def run_case(request: object, **_: object) -> tuple[Record, Path]:
         runs.append(request)
         return failed, Path()
 
-    monkeypatch.setattr("steelyard.cli.conform.run_case", run_case)
+    monkeypatch.setattr("steelyard.cli.conform_runs.run_case", run_case)
     result = shell.run_in_process("conform", "transformers")
     assert result.code == code
     assert ("interrupted" in result.lines) == (reasons == ("interrupted",))
@@ -137,70 +197,52 @@ def test_engines_that_cannot_be_compared_are_refused(
     assert (result.code, said in result.err) == (2, True), result.err
 
 
-def failed_comparisons(ours: Record, theirs: Record) -> list[ConformCheck]:
-    """Return the comparisons of two records that failed."""
-    return [row for row in check_conformity(ours, theirs) if not row.ok]
-
-
-def change_first_step(record: Record, **values: float) -> Record:
-    """Return the record with these values changed in its first training step."""
-    first, *rest = record.samples
-    return record.model_copy(
-        update={"samples": [first.model_copy(update={"values": first.values | values}), *rest]}
-    )
-
-
-def make_training_record(**values: float) -> Record:
-    """Return a valid fp32 training record with these values in its first step; loss is 10 and
-    grad_norm 4 by default.
-    """
+def make_matching_record() -> Record:
+    """Return a valid fp32 training record that conforms to itself."""
     record = report.make_training_record().model_copy(update={"status": "valid", "reasons": []})
-    question = record.case.question | {
-        "precision": record.case.question["precision"] | {"matmul": "fp32"}
-    }
-    record = record.model_copy(
-        update={"case": record.case.model_copy(update={"question": question})}
+    precision = record.case.question["precision"] | {"matmul": "fp32"}
+    question = record.case.question | {"precision": precision}
+    weights = record.weights.model_copy(update={"source": "random"})
+    return record.model_copy(
+        update={
+            "case": record.case.model_copy(update={"question": question}),
+            "weights": weights,
+        }
     )
-    return change_first_step(record, **({"loss": 10.0, "grad_norm": 4.0} | values))
 
 
 @pytest.mark.parametrize(
-    ("values", "names"),
-    [
-        ({}, []),
-        ({"loss": 10.0009, "grad_norm": 4.0039}, []),
-        ({"loss": 10.0011}, ["step 1 loss"]),
-        ({"grad_norm": 3.9959}, ["step 1 grad_norm"]),
-    ],
+    ("identities", "stored"), [(("a", "a"), True), (("a", "b"), False), ((None, None), False)]
 )
-def test_first_step_must_agree_within_its_tolerance(
-    values: dict[str, float], names: list[str]
+def test_result_is_stored_only_for_code_that_stays_the_same(
+    identities: tuple[str | None, str | None],
+    stored: bool,
+    shell: Shell,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert [
-        row.what
-        for row in failed_comparisons(make_training_record(), make_training_record(**values))
-    ] == names
+    """All runs of the engine must have one identity, and each is asked for it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shell.folder / "cache"))
+    asked: list[bool] = []
 
+    def run_case(checked: CheckedRequest, **_: object) -> tuple[Record, Path]:
+        record = make_matching_record()
+        if checked.request.engine == "transformers":
+            asked.append(checked.request.identify)
+            facts = {"name": "transformers", "identity": identities[len(asked) % 2]}
+            engine = record.engine.model_copy(update=facts)
+            record = record.model_copy(update={"engine": engine})
+        return record, Path()
 
-def test_counts_must_be_equal() -> None:
-    ours = make_training_record()
-    first, *rest = ours.samples
-    first_with_more_pairs = first.model_copy(
-        update={"counts": first.counts | {"pairs": first.counts["pairs"] + 1}}
-    )
-    assert [
-        row.what
-        for row in failed_comparisons(
-            ours, ours.model_copy(update={"samples": [first_with_more_pairs, *rest]})
-        )
-    ] == ["train counts"]
-
-
-def test_invalid_run_does_not_conform() -> None:
-    ours = make_training_record()
-    assert [
-        row.what for row in failed_comparisons(ours, ours.model_copy(update={"status": "invalid"}))
-    ] == ["status"]
+    monkeypatch.setattr("steelyard.cli.conform_runs.run_case", run_case)
+    result = shell.run_in_process("conform", "transformers", "--json")
+    assert (result.code, result.json()["conforms"]) == (0, True)
+    assert len(asked) >= 2
+    assert all(asked)
+    version = conformity.hash_engine(TRANSFORMERS, "a") if stored else None
+    assert result.json()["version"] == version
+    assert bool(list((shell.folder / "cache").rglob("conform.json"))) is stored
+    assert ("result not stored: the engine's code changed" in result.err) is not stored
+    assert conformity.read_conformity(TRANSFORMERS, "a") is (True if stored else None)
 
 
 ROW = EngineRow(
@@ -212,17 +254,52 @@ def test_conformity_result_holds_for_one_engine_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(tmp_path)
-    source = tmp_path / "mine_engine.py"
-    source.write_text("class Mine: ...\n")
-    assert conformity.read_conformity(ROW) is None
-    conformity.write_conformity(TRANSFORMERS, ["a"], True)
+    assert (conformity.is_tested(ROW), conformity.read_conformity(ROW, "1234")) == (False, None)
+    conformity.write_conformity(TRANSFORMERS, ["a"], True, "1234")
+    assert not conformity.is_tested(ROW)
     for is_conform in (False, True):
-        conformity.write_conformity(ROW, ["a", "b"], is_conform)
-        assert conformity.read_conformity(ROW) is is_conform
-    assert conformity.read_conformity(TRANSFORMERS) is True
-    source.write_text("class Mine: faster = True\n")
-    assert conformity.read_conformity(ROW) is None
+        conformity.write_conformity(ROW, ["a", "b"], is_conform, "1234")
+        assert conformity.read_conformity(ROW, "1234") is is_conform
+    assert conformity.read_conformity(TRANSFORMERS, "1234") is True
+    assert conformity.is_tested(ROW)
+    assert conformity.read_conformity(ROW, "5678") is None
+    assert conformity.read_conformity(ROW, None) is None
+    monkeypatch.setattr(environment, "hash_package", lambda: "another")
+    assert conformity.read_conformity(ROW, "1234") is None
+
+
+def test_result_of_an_unknown_version_never_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file without a version, as an identity that is not known would give, matches nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "steelyard").mkdir(mode=0o700)
+    results = {"mine": {"version": None, "conforms": True}}
+    (tmp_path / "steelyard" / conformity.RESULTS_FILE).write_text(json.dumps(results))
+    assert conformity.read_conformity(ROW, None) is None
+
+
+@pytest.mark.parametrize(
+    ("identities", "merged"),
+    [(["a", "a"], "a"), (["a", "b"], None), (["a", None], None), ([None], None), ([], None)],
+)
+def test_hosts_and_runs_must_have_one_identity(
+    identities: list[str | None], merged: str | None
+) -> None:
+    assert conformity.merge_identities(identities) == merged
+
+
+def test_modules_of_the_engine_and_its_framework_are_identified(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Modules of this package are left out: the hash of its files covers them."""
+    row = replace(ROW, works=ROW.works | {"score_choices": "steelyard.engines.x:X"})
+    assert conformity.list_modules(row) == ["mine_engine"]
+    frameworks = {"torch": FrameworkRow("torch", "mine_framework.torch:Mine")}
+    monkeypatch.setattr(engine_rows, "load_framework_rows", lambda: frameworks)
+    assert conformity.list_modules(row) == ["mine_engine", "mine_framework.torch"]
+    assert conformity.list_modules(replace(row, framework="unknown")) == ["mine_engine"]
+    assert conformity.list_modules(TRANSFORMERS) == ["mine_framework.torch"]
 
 
 @pytest.mark.parametrize(
@@ -234,4 +311,42 @@ def test_damaged_conformity_file_is_ignored(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "steelyard").mkdir(mode=0o700)
     (tmp_path / "steelyard" / conformity.RESULTS_FILE).write_text(text)
-    assert conformity.read_conformity(ROW) is None
+    assert conformity.read_conformity(ROW, "1234") is None
+
+
+@pytest.mark.full
+def test_run_states_conformity_of_unchanged_code_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attacks: Attacks
+) -> None:
+    """The agent of a run identifies the engine with the Python and search path of the workers; the
+    stored result holds for that identity alone.
+    """
+    package = install_faulty_engine(tmp_path / "package")
+    shell = Shell(tmp_path, (package,))
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    monkeypatch.setenv("XDG_CACHE_HOME", cache["XDG_CACHE_HOME"])
+    row = replace(ROW, name="faulty", works={"score_choices": "faulty_engine:Faulty"})
+
+    def run_engine() -> dict[str, Any]:
+        answer = shell(*SMOKE, "--engine", "faulty", "--json", "--out", shell.out, **cache).json()
+        engine: dict[str, Any] = answer["records"][0]["engine"]
+        return engine
+
+    never_tested = run_engine()
+    assert (never_tested["conforms"], "identity" in never_tested) == (None, False)
+    modules = conformity.list_modules(row)
+    identity = environment.identify_engine(sys.executable, modules, shell.env()).hash
+    assert identity is not None
+    conformity.write_conformity(row, ["a"], True, identity)
+    tested = run_engine()
+    assert (tested["conforms"], tested["identity"]) == (True, identity)
+    (package / "sitecustomize.py").write_text("import time\n")
+    changed = run_engine()
+    assert changed["conforms"] is None
+    assert changed["identity"] != identity
+    attacks.add(
+        "engine changed after `conform`: code that runs as Python starts",
+        1,
+        "`conforms: true`",
+        "`conforms: null`",
+    )

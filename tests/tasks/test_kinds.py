@@ -108,6 +108,7 @@ def test_a_kind_of_another_package_runs_and_is_reported(shell: Shell, tmp_path: 
 
     verification = shell("verify", shell.out)
     assert (verification.code, verification.out.split()[0]) == (0, "ok")
+    assert "the record lacks" not in verification.out
     for lang, title in (("en", "Reciting rate"), ("zh", "背诵速率")):
         page = shell("report", shell.out, "--format", "html", "--lang", lang)
         assert page.code == 0, page.err

@@ -99,7 +99,7 @@ def test_training_stops_at_the_first_evaluation_that_reaches_the_target(
 def test_the_report_lists_the_evaluations(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
     path = shell.folder / "one.json"
     path.write_text(json.dumps(reached["open"], separators=(",", ":"), ensure_ascii=False) + "\n")
-    result = shell("report", path, "--full")
+    result = shell("report", path, "--full", "--wide")
     assert result.code == 0, result.err
     lines = [line.split() for line in result.out.splitlines()]
     heading = next(i for i, line in enumerate(lines) if line == ["Evaluations"])

@@ -39,6 +39,7 @@ def test_a_third_party_task_runs_and_is_reported(shell: Shell) -> None:
         "tiny-rhyme",
         "torch",
     )
+    assert record["providers"] == {"task": "rhyme-task 1.0"}
     assert (record["data"]["source"], record["data"]["rows"], record["data"]["published"]) == (
         "made",
         48,
