@@ -1,12 +1,16 @@
 """Which runs `steelyard conform` makes, and how it prints what it found."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fixtures import report
+from fixtures.commands import CASE
+from steelyard.case.request import EngineSettings
+from steelyard.case.resolve import ResolvedCase
 from steelyard.cli import conform, conform_runs
-from steelyard.cli.conform_runs import RunLimits
+from steelyard.cli.conform_runs import ConformRunner, RunLimits
 from steelyard.metrics.conform_checks import ConformCheck
 from steelyard.plan import flops
 from steelyard.record.record import Record
@@ -144,3 +148,21 @@ def test_engine_conforms_if_some_rows_were_not_tested() -> None:
     assert comparison.conforms
     comparison.rows.append(ConformCheck("case", "answers", 1.0, 0.5, 0.5, 0.02))
     assert not comparison.conforms
+
+
+def test_yardstick_tries_seeds_until_answers_differ(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The runs that follow ask the question of the last seed."""
+    seeds: list[int] = []
+
+    def run(self: ConformRunner, resolved: ResolvedCase, limits: RunLimits) -> Record:
+        seeds.append(resolved.case.question.seed)
+        return make_scoring_record()
+
+    monkeypatch.setattr(ConformRunner, "run", run)
+    monkeypatch.setattr(conform.conform_checks, "has_variety", lambda record: len(seeds) == 3)
+    runners = [ConformRunner(name, EngineSettings(), "cpu", tmp_path) for name in ("torch", "x")]
+    comparison = conform._Comparison(*runners)
+    comparison.compare(conform_runs.resolve_smoke(CASE))
+    assert seeds == [0, 1, 2, 2, 2]

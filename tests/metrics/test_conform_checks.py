@@ -9,6 +9,7 @@ from steelyard.metrics.conform_checks import (
     ConformCheck,
     check_answers_again,
     check_conformity,
+    has_variety,
 )
 from steelyard.record.record import Reason, Record
 from steelyard.record.run_facts import EngineDetails, WeightsFacts
@@ -164,3 +165,50 @@ def test_condition_is_named_behind_each_quantity() -> None:
         ("loss, in the dark", True),
         ("loss_before, in the dark", True),
     ]
+
+
+def make_answered_record(choices: str) -> Record:
+    """Return a valid record of questions with these letters as the answers of one pass."""
+    count = len(choices)
+    answers = {"choices": choices, "hits": "0" * count, "not_finite": 0, "repeated": 0}
+    outputs = {
+        "gold": "A" * count,
+        "subjects": ["one"],
+        "subject_of": [0] * count,
+        "index": list(range(count)),
+        "letters": [1, 2, 3, 4],
+        "passes": {"infer": answers},
+    }
+    return report.make_record(outputs=outputs)
+
+
+@pytest.mark.parametrize(
+    ("choices", "variety"),
+    [("AAAA", 0.0), ("AABB", 0.5), ("ABCD", 0.75), ("AA??", 0.0), ("????", None), ("", None)],
+)
+def test_variety_is_the_probability_of_two_different_answers(
+    choices: str, variety: float | None
+) -> None:
+    record = make_answered_record(choices)
+    assert record.task.variety is not None
+    outputs = record.task.outputs.model_validate(record.outputs)
+    assert record.task.variety(outputs, "infer") == variety
+    assert record.task.variety(outputs, "val") is None
+    assert has_variety(record) is (variety is not None and variety >= 0.3)
+
+
+def test_equal_answers_to_different_rows_test_nothing() -> None:
+    """Answers kept by position are wrong only if those of the rows differ."""
+
+    def judge(ours: str, theirs: str) -> bool | None:
+        rows = check_answers_again(make_answered_record(ours), make_answered_record(theirs), "x")
+        [answers] = [row for row in rows if row.what == "infer answers, x"]
+        return answers.ok
+
+    assert judge("ABAB", "ABAB") is True
+    assert judge("AAAA", "AAAA") is None
+    assert judge("AAAA", "AABB") is False
+
+
+def test_answers_that_are_numbers_always_vary() -> None:
+    assert has_variety(make_training_record())

@@ -14,7 +14,7 @@ from steelyard.case.request import DEFAULT_ENGINE as YARDSTICK
 from steelyard.case.request import EngineSettings, split_engine_settings
 from steelyard.case.resolve import ResolvedCase
 from steelyard.cli import conform_runs
-from steelyard.cli.conform_runs import ConformRunner
+from steelyard.cli.conform_runs import ConformRunner, RunLimits
 from steelyard.cli.printing import align_columns, print_json, print_stderr, print_stdout
 from steelyard.engine import engine_rows
 from steelyard.engine.engine_rows import EngineRow
@@ -76,7 +76,8 @@ def compare_with_torch(
     # some of the cases can show that an engine does not conform, never that it does
     elif cases is None or not conforms:
         names = [item.case.name for item in chosen]
-        path = conformity.write_conformity(row, names, conforms, identity)
+        untested = [f"{row.case}: {row.what}: {row.untested}" for row in rows if row.ok is None]
+        path = conformity.write_conformity(row, names, conforms, identity, untested)
         print_stderr(f"result stored: {path}")
     if as_json:
         entries = [{**asdict(row), "ok": row.ok} for row in rows]
@@ -120,13 +121,13 @@ class _Comparison:
         add the rows of the same answers.
         """
         limits = conform_runs.limit_compared(resolved)
-        ours = self._keep(self._yardstick.run(resolved, limits))
+        resolved, ours = self._run_yardstick(resolved, limits)
         theirs = self._keep(self._tested.run(resolved, limits))
         self.rows += conform_checks.check_conformity(ours, theirs)
         self._by_work.setdefault(resolved.case.question.task_row.work, (resolved, ours, theirs))
         other_order = conform_runs.plan_other_order(ours)
         if other_order is not None:
-            reordered = conform_runs.resolve_smoke(resolved.case.name, ["tune.order=1"])
+            reordered = conform_runs.change_smoke(resolved, ["tune.order=1"])
             again = self._keep(self._tested.run(reordered, other_order))
             self.rows += conform_checks.check_answers_again(ours, again, "after other rows")
 
@@ -137,13 +138,26 @@ class _Comparison:
         """
         for resolved, ours, theirs in self._by_work.values():
             settings = conform_runs.list_timed_settings(ours)
-            widened = conform_runs.resolve_smoke(resolved.case.name, settings)
+            widened = conform_runs.change_smoke(resolved, settings)
             timed: list[Record] = []
             for limits in conform_runs.plan_timed_runs(ours):
                 if proportion_checks.find_obstacle(timed[-1:] or [ours, theirs]) is not None:
                     break
                 timed.append(self._keep(self._tested.run(widened, limits)))
             self.rows += proportion_checks.check_proportion(timed, [ours, theirs])
+
+    def _run_yardstick(
+        self, resolved: ResolvedCase, limits: RunLimits
+    ) -> tuple[ResolvedCase, Record]:
+        """Run a case with engine torch, with other seeds of the random weights until the answers
+        differ from row to row; return the case with the seed of the last run, and its record.
+        """
+        for seed in conform_runs.WEIGHT_SEEDS:
+            seeded = conform_runs.change_smoke(resolved, [f"question.seed={seed}"])
+            record = self._keep(self._yardstick.run(seeded, limits))
+            if record.status == "failed" or conform_checks.has_variety(record):
+                break
+        return seeded, record
 
     def _keep(self, record: Record) -> Record:
         """Note whether a run failed and, of the tested engine, the identity of its code; return the

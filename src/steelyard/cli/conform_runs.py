@@ -20,6 +20,9 @@ from steelyard.run.checked_request import check_request
 from steelyard.run.parent import run_case
 
 TRAINING_STEPS = 2
+# Of the random weights, the first one for which answers differ from row to row: tiny models often
+# answer every question alike.
+WEIGHT_SEEDS = range(8)
 # Steps in the three sizes of the timed runs of training; scoring has a quarter, a half and all of
 # the rows. Small and large ones are repeated, so that a fit has an interval, and alternate, so that
 # a host that becomes slower does not look like a line.
@@ -97,6 +100,12 @@ def resolve_smoke(name: str, settings: list[str] | None = None) -> ResolvedCase:
     return resolve.resolve_case(
         name, "smoke", None, "closed", [*without_dropout, *(settings or [])]
     )
+
+
+def change_smoke(resolved: ResolvedCase, settings: list[str]) -> ResolvedCase:
+    """Return a case of `resolve_smoke` with further settings, the seed of its question kept."""
+    seed = f"question.seed={resolved.case.question.seed}"
+    return resolve_smoke(resolved.case.name, [seed, *settings])
 
 
 def limit_compared(resolved: ResolvedCase) -> RunLimits:

@@ -30,10 +30,10 @@ def format_significant(value: float) -> str:
 
 def format_percent(value: float) -> str:
     """Format a share (1.0 is 100 %) as a percentage with one decimal, such as `45.2%`; with two, or
-    at most three, below 1 % and where rounding would make it 0 or 100. Exactly 0 and 1 have one
-    decimal.
+    at most three, below 1 % and where rounding would make it 0 or 100. 0 and 1 have one decimal, 1
+    also with the rounding error of a quotient.
     """
-    if value in (0.0, 1.0):
+    if value == 0 or math.isclose(value, 1.0, rel_tol=1e-12):
         return f"{value:.1%}"
     for decimals in (1, 2, 3):
         text = f"{value:.{decimals}%}"

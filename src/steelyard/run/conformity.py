@@ -8,7 +8,7 @@ run/parent.py asks for each run. A result holds for one version of the engine: i
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,14 +54,16 @@ def hash_engine(row: EngineRow, identity: str | None) -> str | None:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def write_conformity(row: EngineRow, cases: list[str], conforms: bool, identity: str) -> Path:
+def write_conformity(
+    row: EngineRow, cases: list[str], conforms: bool, identity: str, untested: Sequence[str] = ()
+) -> Path:
     """Write into conform.json in the user's cache folder whether this version of the engine
     conforms, replacing its earlier result and keeping other engines', and return the path of the
     file.
 
-    `cases` are the names of the cases it was tested on, `identity` is that of its records. Raises
-    RequestError if the cache folder cannot be made or is not private to the user, OSError if the
-    file cannot be written.
+    `cases` are the names of the cases it was tested on, `identity` is that of its records,
+    `untested` names what could not be tested. Raises RequestError if the cache folder cannot be
+    made or is not private to the user, OSError if the file cannot be written.
     """
     try:
         path = environment.make_private_cache(os.environ) / RESULTS_FILE
@@ -74,6 +76,7 @@ def write_conformity(row: EngineRow, cases: list[str], conforms: bool, identity:
         "version": hash_engine(row, identity),
         "conforms": conforms,
         "cases": cases,
+        "untested": list(untested),
         "created": read_utc_time(),
     }
     files.write_file(path, json.dumps(_read_results(path) | {row.name: result}, indent=2).encode())

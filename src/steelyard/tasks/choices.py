@@ -286,6 +286,17 @@ def measure_choice_agreement(
     return sum(a == b for a, b in pairs) / len(pairs) if pairs else None
 
 
+def measure_choice_variety(outputs: ChoiceOutputs, pass_name: str) -> float | None:
+    """Return the probability (0 to 1) that two questions, drawn with replacement from those that a
+    pass answered, have different letters; None if the pass is missing or answered none.
+    """
+    answers = outputs.passes.get(pass_name)
+    counts = Counter(answers.choices.replace(UNANSWERED, "") if answers else "")
+    if not counts:
+        return None
+    return 1 - sum((count / counts.total()) ** 2 for count in counts.values())
+
+
 def compare_choice_outputs(
     first: ChoiceOutputs, second: ChoiceOutputs, pass_name: str
 ) -> Differences | None:
@@ -403,6 +414,7 @@ def choice_task(name: str, data: type[FrozenModel], reader: str, data_check: str
         quality="acc",
         passes=("val", "infer"),
         agreement=measure_choice_agreement,
+        variety=measure_choice_variety,
         differences=compare_choice_outputs,
         breakdowns=make_choice_breakdowns,
         selects=("subjects", "rows"),

@@ -311,8 +311,9 @@ class Task:
     (`module:function`) reads the data, `check` and `merge` turn the engine's answers into outputs
     of a pass, `score` returns its quality values by name, `tally` how its answers cover the items;
     `agreement` compares two passes of a run, `differences` two runs (None: not compared),
-    `off_scope` says why outputs do not fit a selection; `breakdowns` are tables, `stopped` why
-    training ended early.
+    `variety` says how likely two items are to have different answers (None: answers are numbers,
+    which hardly repeat), `off_scope` why outputs do not fit a selection; `breakdowns` are tables,
+    `stopped` why training ended early.
 
     `name`, `kind` of work and `work` (what an engine must support) say what it is; `scores` are its
     metrics, `quality` the one without a gate, `passes` the default ones, `data` the model of
@@ -340,6 +341,8 @@ class Task:
     passes: tuple[str, ...]  # default passes
     # outputs, two passes → share of equal answers
     agreement: Callable[[Any, str, str], float | None] | None = None
+    # outputs, pass → the probability that two items have different answers
+    variety: Callable[[Any, str], float | None] | None = None
     # two runs' outputs, pass → how they differ
     differences: Callable[[Any, Any, str], Differences | None] | None = None
     breakdowns: Callable[[Any], list[Breakdown]] = lambda outputs: []
