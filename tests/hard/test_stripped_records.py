@@ -53,6 +53,41 @@ def test_new_record_has_all_evidence(division: str, smoke: dict[str, Path]) -> N
     assert verify.verify_with_remarks(smoke[division]) == ([], [])
 
 
+def drop_asked_weights(table: dict[str, Any]) -> None:
+    """Delete whether a checkpoint was named."""
+    del table["asked_weights"]
+
+
+def drop_borders(table: dict[str, Any]) -> None:
+    """Delete when the node agent saw the passes begin and end, and the check on that."""
+    for window in table["passes"]:
+        for name in ("seen_start_s", "seen_end_s", "seen_within_s"):
+            del window[name]
+
+
+def drop_calibration(table: dict[str, Any]) -> None:
+    """Delete where matmuls were timed."""
+    for rank in table["ranks"]:
+        del rank["calibration"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (drop_asked_weights, "which weights were asked for"),
+        (drop_borders, "the times at which the node agent saw its passes"),
+        (drop_calibration, "where its matmuls were timed"),
+    ],
+)
+def test_evidence_of_new_records_is_remarked_on_when_it_is_deleted(
+    change: Change, name: str, smoke: dict[str, Path], tmp_path: Path
+) -> None:
+    path = rewrite_record(Path(shutil.copy(smoke["closed"], tmp_path)), change)
+    remarks = [remark for remark in verify.list_remarks(path) if is_on_shipped_tables(remark)]
+    assert any(remark.startswith(f"the record lacks {name} (") for remark in remarks), remarks
+
+
 def drop_load(table: dict[str, Any]) -> None:
     """Delete the readings of CPU load of every host."""
     for host in table["hosts"]:
@@ -328,7 +363,11 @@ def test_every_kind_of_stored_evidence_is_remarked_on_when_all_is_deleted(tmp_pa
     path = rewrite_record(copy_run(SCORED_ON_H200, tmp_path), strip_all)
     remarks = verify.list_remarks(path)
     derived = ("checks that follow", "notes that follow", "the CPU time of")
-    names = [row.name for row in missing_evidence.EVIDENCE if not row.name.startswith(derived)]
+    names = [
+        row.name
+        for row in missing_evidence.EVIDENCE
+        if row.first_version < 5 and not row.name.startswith(derived)
+    ]
     assert len(remarks) == len(names) == 6
     assert all(
         remark.startswith(f"the record lacks {name} (")

@@ -11,6 +11,7 @@ from steelyard.metrics import clock_checks
 from steelyard.metrics.result import Finding
 from steelyard.record.record import PassFacts, Record
 from steelyard.record.run_facts import CpuLoad, HostFacts
+from steelyard.run import assemble
 
 SEEN = {"seen_start_s": 5.0, "seen_end_s": 15.0, "seen_within_s": 0.02}
 
@@ -115,3 +116,18 @@ def test_unseen_borders_are_left_out_of_the_file() -> None:
     assert {name for name in make_record().passes[0].model_dump() if name.startswith("seen_")} == {
         *SEEN
     }
+
+
+def test_drift_of_a_host_does_not_move_the_borders_of_a_long_pass() -> None:
+    """A host whose clock gains 20 µs in a second: after two hours its times are 0.14 s less on the
+    parent's clock, and so is what its agent saw, but not the wall time of the pass.
+    """
+    load = CpuLoad(allowed=1, t_s=[0.0, 8000.0], busy_s=[0.0, 0.0], own_s=[0.0, 0.0])
+    host = HostFacts(name="north", ranks=[0], clock_drift=2e-5, load=load)
+    [window] = make_record(seen_end_s=7205.0, wall_s=7200.0).passes
+    moved = assemble._to_parent_clock(window, host)
+    assert moved.start_s == pytest.approx(5.0 * (1 - 2e-5))
+    late = moved.model_copy(update={"seen_end_s": 7205.1})
+    for seen, ok in ((moved, True), (late, False)):
+        record = make_record().model_copy(update={"passes": [seen], "hosts": [host]})
+        assert sole_verdict(clock_checks.check_borders_agree(record, {}))[0] is ok

@@ -81,6 +81,8 @@ CHANGES: dict[str, Callable[[Path], None]] = {
     "sitecustomize as a package": write("site/sitecustomize/__init__.py", ""),
     "usercustomize": write("more/usercustomize.py", "import loose\n"),
     "bytecode without source": write("more/compiled.pyc", "x"),
+    "hidden data of the engine": write("site/mine/.answers.json", "{}"),
+    "source beside bytecode": write("site/dep/__pycache__/hidden.py", "rate = 3\n"),
 }
 
 
@@ -115,7 +117,7 @@ OTHER_CHANGES: dict[str, Callable[[Path], None]] = {
     "times": touch_all,
     "bytecode": write("site/mine/__pycache__/engine.cpython-311.pyc", "x"),
     "bytecode of a dependency": write("site/dep/__pycache__/__init__.cpython-311.pyc", "x"),
-    "hidden file": write("site/mine/.engine.py.swp", "x"),
+    "hidden file of a dependency": write("site/dep/.core.py.swp", "x"),
     "hidden folder": write("more/.git/hooks/commit.py", "x"),
     "file that is no code": write("more/notes/readme.txt", "still no code\n"),
     "records": write("more/records/run.json", "{}"),
@@ -369,3 +371,34 @@ def test_python_of_the_workers_answers_for_its_own_search_path(shell: Shell) -> 
     assert list(shell.folder.rglob("__pycache__"))
     write("more/shared/second.py", "part = 3\n")(shell.folder)
     assert environment.identify_engine(sys.executable, [MODULE], variables).hash != before.hash
+
+
+def test_archive_counts_also_if_only_a_folder_in_it_is_on_the_search_path(
+    tmp_path: Path, search_path: list[Path]
+) -> None:
+    archive = tmp_path / "code.zip"
+    archive.write_bytes(b"one")
+    in_archive = [*search_path, archive / "sub"]
+    before = hash_code(in_archive)
+    assert before == hash_code([*search_path, archive])
+    archive.write_bytes(b"two")
+    assert hash_code(in_archive) != before
+
+
+def test_links_to_folders_give_one_identity_in_any_order(tmp_path: Path) -> None:
+    """Folders list their entries in the order in which they were made, on some file systems."""
+    hashes = set()
+    for number, names in enumerate((("a", "b"), ("b", "a"))):
+        site = tmp_path / str(number) / "site"
+        (site / "real").mkdir(parents=True)
+        (site / "real" / "one.py").write_text("one = 1\n")
+        for name in names:
+            (site / name).symlink_to(site / "real")
+        hashes.add(hash_code([site]))
+    assert len(hashes) == 1
+
+
+def test_link_to_itself_is_noted_and_not_followed(tmp_path: Path, search_path: list[Path]) -> None:
+    before = hash_code(search_path)
+    (search_path[0] / "loop").symlink_to(search_path[0] / "loop")
+    assert hash_code(search_path) != before

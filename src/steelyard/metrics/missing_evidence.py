@@ -113,13 +113,15 @@ def _find_missing_telemetry(record: Record, judgement: Judgement) -> list[str]:
 
 def _find_missing_rank_clocks(record: Record, judgement: Judgement) -> list[str]:
     """Return the ranks that do not state what each clock of their host counted: all of
-    `LINUX_CLOCKS`, or the monotonic one on another system. `judgement` is not used.
+    `LINUX_CLOCKS`, or the monotonic one on another system. Of an external program only rank 0 is
+    a process of ours. `judgement` is not used.
     """
     needed_clocks = LINUX_CLOCKS if _is_linux(record) else frozenset({"monotonic"})
     return [
         f"rank {facts.rank}"
         for facts in record.ranks
         if needed_clocks - (facts.clocks or {}).keys()
+        and (facts.rank == 0 or record.clock != "reported")
     ]
 
 
@@ -217,6 +219,33 @@ def _name_window(window: PassFacts) -> str:
     return f"pass {window.pass_name} on rank {window.rank}"
 
 
+def _find_missing_asked_weights(record: Record, judgement: Judgement) -> list[str]:
+    """Return "the request" if the record does not say whether a checkpoint was named, although the
+    engine stated its weights. `judgement` is not used.
+    """
+    is_missing = record.asked_weights is None and record.weights.source is not None
+    return ["the request"] if is_missing else []
+
+
+def _find_missing_borders(record: Record, judgement: Judgement) -> list[str]:
+    """Return the passes of which the record does not say when the node agent saw them begin and
+    end; empty if an external program reported the times. `judgement` is not used.
+    """
+    return [
+        _name_window(window)
+        for window in _select_instrumented(record)
+        if window.seen_start_s is None or window.seen_end_s is None
+    ]
+
+
+def _find_missing_calibration(record: Record, judgement: Judgement) -> list[str]:
+    """Return the ranks that do not say where matmuls were timed; empty if an external program
+    reported the times. `judgement` is not used.
+    """
+    ranks = [] if record.clock == "reported" else record.ranks
+    return [f"rank {facts.rank}" for facts in ranks if facts.calibration is None]
+
+
 EVIDENCE = (
     Evidence("checks that follow from its samples", 3, _find_missing_checks, of_failed=True),
     Evidence("notes that follow from its samples", 3, _find_missing_notes, of_failed=True),
@@ -242,4 +271,12 @@ EVIDENCE = (
         _find_missing_matmul_rates,
         exception="a framework of another package times no matmul",
     ),
+    Evidence("which weights were asked for", 5, _find_missing_asked_weights),
+    Evidence(
+        "the times at which the node agent saw its passes",
+        5,
+        _find_missing_borders,
+        exception="an engine closed its pipe to the agent",
+    ),
+    Evidence("where its matmuls were timed", 5, _find_missing_calibration),
 )

@@ -292,15 +292,17 @@ def _add_borders(window: PassFacts, results: RankResults) -> PassFacts:
 
 def _to_parent_clock(window: PassFacts, host: HostFacts | None) -> PassFacts:
     """Return the window of a pass (its `PassFacts`) as a copy with its times since the start of the
-    run corrected for the drift of the host's clock; the same object without a host.
+    run corrected for the drift of the host's clock; the same object without a host. All are moved
+    by as much as its start: the wall time of a pass, to which they are compared, stays as the host
+    counted it.
     """
     if host is None:
         return window
+    moved_s = host.to_parent_clock(window.start_s) - window.start_s
     times = {name: getattr(window, name) for name in ("start_s", "seen_start_s", "seen_end_s")}
     return window.model_copy(
         update={
-            name: None if time_s is None else host.to_parent_clock(time_s)
-            for name, time_s in times.items()
+            name: None if time_s is None else time_s + moved_s for name, time_s in times.items()
         }
     )
 

@@ -174,7 +174,8 @@ class HostCalibration:
         is no answer is ignored.
         """
         if seen.line is None:
-            self._processes[seen.source].ended = True
+            if seen.source in self._processes:  # else of a worker that could not be started
+                self._processes[seen.source].ended = True
             return
         with suppress(ValueError):  # a ValidationError is one
             answer = CalibrationAnswer.model_validate_json(seen.line)

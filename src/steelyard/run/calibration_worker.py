@@ -99,6 +99,7 @@ class Calibrator:
         """Fork a process for every local rank, all at the same time, and send their answers as they
         come; return when all have ended. If stdin is closed meanwhile, kill them and exit.
         """
+        own_pid = os.getpid()
         children = {}  # reading end of its pipe → (local rank, process id, what it wrote)
         for local_rank in self.local_ranks:
             reading_end, writing_end = os.pipe()
@@ -107,7 +108,7 @@ class Calibrator:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
-                self._answer_in_child(order, local_rank, writing_end)
+                self._answer_in_child(order, local_rank, writing_end, own_pid)
             os.close(writing_end)
             children[reading_end] = (local_rank, pid, bytearray())
         while children:
@@ -124,12 +125,12 @@ class Calibrator:
                     self._send(_read_answer(order, local_rank, pid, bytes(text)))
 
     def _answer_in_child(
-        self, order: CalibrationOrder, local_rank: int, answer_fd: int
+        self, order: CalibrationOrder, local_rank: int, answer_fd: int, parent_pid: int
     ) -> NoReturn:
         """Measure in this forked process, write the answer and exit with code 0; the kernel kills
-        it if its parent dies.
+        it if its parent, which has the id `parent_pid`, dies.
         """
-        processes.die_with_parent(os.getppid())
+        processes.die_with_parent(parent_pid)
         os.close(self._answers_fd)
         answer = self._measure(order, local_rank)
         with os.fdopen(answer_fd, "wb") as pipe:

@@ -344,7 +344,8 @@ class CeilingsWorker(RankProcess):
             now,
             self.host.origin_s,
             ceilings.all_reduce_max,
-            ceilings.explain_error,
+            # packages made before there was such a function have none
+            getattr(ceilings, "explain_error", explain_as_failed),
         )
         for done, row in enumerate(rows):
             label = " ".join(filter(None, (row.group, row.name, row.precision)))

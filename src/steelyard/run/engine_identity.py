@@ -15,7 +15,8 @@ On each entry of the module search path, the standard library's too, there count
   file of the distributions that they belong to, by content;
 - packages of editable installs that are not on the search path, by content.
 
-Bytecode in `__pycache__`, hidden files, times, and where the entries themselves are do not count.
+Bytecode in `__pycache__`, hidden files outside of the engine's packages, times, and where the
+entries themselves are do not count.
 """
 
 import hashlib
@@ -136,7 +137,7 @@ class ImportableCode:
         places: dict[Path, None] = {}
         for entry in search_path:
             with suppress(OSError, RuntimeError):  # it is missing, or a link to itself
-                places.setdefault(Path(entry).resolve(strict=True))
+                places.setdefault(_find_file_or_folder(entry))
         for number, place in enumerate(places):
             label = str(number)
             if place.is_dir() and os.access(place, os.R_OK | os.X_OK):
@@ -204,8 +205,9 @@ class ImportableCode:
 
     def _add_folder(self, label: str, folder: Path, importable_only: bool) -> None:
         """Add the files of a folder and its subfolders: all or, with `importable_only`, those that
-        Python can import, in subfolders that can be packages. Links are followed, and each folder
-        is visited once.
+        Python can import, in subfolders with the names of packages (`site-packages`, which may lie
+        in a folder of the search path, is none). Hidden ones count only if all do. Links are
+        followed, and each folder is visited once, in the order of names.
         """
         waiting: list[tuple[str, Path | os.DirEntry[str]]] = [(label, folder)]
         visited: set[tuple[int, int]] = set()
@@ -214,7 +216,7 @@ class ImportableCode:
             try:
                 status = place.stat()
                 with os.scandir(place) as scan:
-                    entries = list(scan)
+                    entries = sorted(scan, key=lambda entry: entry.name)
             except OSError:
                 self._unreadable.add(label)
                 continue
@@ -222,14 +224,23 @@ class ImportableCode:
                 continue
             visited.add((status.st_dev, status.st_ino))
             self._add_to_entries(len(entries), place)
+            is_bytecode_folder = place.name == BYTECODE_FOLDER
             for entry in entries:
-                if entry.name.startswith(".") or entry.name == BYTECODE_FOLDER:
+                is_bytecode = is_bytecode_folder and entry.name.endswith(".pyc")
+                if is_bytecode or (importable_only and entry.name.startswith(".")):
                     continue
-                if entry.is_dir():
-                    if not importable_only or entry.name.isidentifier():
-                        waiting.append((f"{label}/{entry.name}", entry))
+                entry_label = f"{label}/{entry.name}"
+                try:
+                    is_folder = entry.is_dir()
+                except OSError:  # a link to itself, or into a folder without permission
+                    self._unreadable.add(entry_label)
+                    continue
+                if is_folder:
+                    is_package_name = entry.name.isidentifier() and not is_bytecode_folder
+                    if is_package_name or not importable_only:
+                        waiting.append((entry_label, entry))
                 elif not importable_only or _is_importable(entry.name, label in self._folders):
-                    self._add_file(f"{label}/{entry.name}", entry, sized=importable_only)
+                    self._add_file(entry_label, entry, sized=importable_only)
 
     def _add_to_entries(self, number: int, folder: os.PathLike[str]) -> None:
         """Add to the number of entries of folders so far; raise IdentityLimitError beyond the
@@ -255,6 +266,15 @@ class ImportableCode:
             by_size = sized and status.st_size > LARGE_BYTES and LIBRARY.search(path.name)
             by_content = not (by_size and label in self._recorded)
             self._files[label] = CountedFile(os.fspath(path), status.st_size, by_content)
+
+
+def _find_file_or_folder(entry: str) -> Path:
+    """Return the resolved file or folder of an entry of the search path: for a folder inside of an
+    archive, the archive. Raise OSError or RuntimeError if there is none.
+    """
+    path = Path(entry)
+    archive = next((parent for parent in path.parents if parent.is_file()), None)
+    return (archive or path).resolve(strict=True)
 
 
 def _is_importable(name: str, in_search_path: bool) -> bool:
