@@ -144,3 +144,11 @@ def test_sign_signs_both_kinds_of_records(shell: Shell, run: Path, of_spec: Path
     result = shell.run_in_process("sign", shell.out, "--key", key)
     assert (result.code, len(result.lines)) == (2, 1)
     assert result.lines[0].startswith(f"error: {of_spec}: does not verify: ")
+
+
+def test_copies_of_a_record_are_no_repeats(shell: Shell, run: Path) -> None:
+    for name in ("a.json", "b.json"):
+        (shell.out / name).write_bytes(run.read_bytes())
+    result = shell.run_in_process("report", shell.out)
+    assert (result.code, result.lines) == (0, ["left out: 2 copies of other records"])
+    assert result.out == shell.run_in_process("report", run).out

@@ -156,13 +156,13 @@ def test_unproven_runs_have_answers_and_no_rate() -> None:
 
 
 def test_three_unproven_runs_of_an_engine_have_a_proven_rate() -> None:
-    torch_runs = make_unproven_runs("torch", 98.0, 100.0, 102.0)
-    comparison = compare_engines(*torch_runs, *make_unproven_runs("other", 49.0, 50.0, 51.0))
-    half = 4.303 * 2 / sqrt(3)
+    torch_runs = make_unproven_runs("torch", 99.5, 100.0, 100.5)
+    comparison = compare_engines(*torch_runs, *make_unproven_runs("other", 49.75, 50.0, 50.25))
+    half = 4.303 * 0.5 / sqrt(3)
     base, row = comparison.rows
     assert base.rate == Estimate(100.0, pytest.approx((100 - half, 100 + half)))
     assert [item.source for item in comparison.rows] == ["runs", "runs"]
-    assert row.ratio == ratio.compare_values([98.0, 100.0, 102.0], [49.0, 50.0, 51.0])
+    assert row.ratio == ratio.compare_values([99.5, 100.0, 100.5], [49.75, 50.0, 50.25])
     assert row.ratio is not None
     assert (row.ratio.value, row.ratio.verdict) == (pytest.approx(0.5), "significant")
     assert (len(row.counted), row.uncounted_rate, row.mfu) == (3, None, 0.25)

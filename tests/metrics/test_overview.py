@@ -97,16 +97,18 @@ def test_an_unproven_rate_is_shown_and_never_the_best() -> None:
 def test_three_unproven_repeats_are_a_proven_row() -> None:
     runs = [
         make_rated_record(n, rate, **WITHOUT_INTERVAL)
-        for n, rate in enumerate((98.0, 100.0, 102.0), 1)
+        for n, rate in enumerate((99.5, 100.0, 100.5), 1)
     ]
     [row] = overview.make_overview_rows(runs)
-    half = 4.303 * 2 / sqrt(3)
+    half = 4.303 * 0.5 / sqrt(3)
     assert (row.status, row.is_proven, len(row.counted)) == ("valid", True, 3)
     assert row.rate == Estimate(100.0, pytest.approx((100 - half, 100 + half)))
     assert list_best_numbers(*runs) == [1]
     assert list_best_numbers(*runs[:2]) == []
     [two] = overview.make_overview_rows(runs[:2])
     assert (two.status, two.is_proven, two.counted) == ("unproven", False, ())
+    # an interval of two runs that prove nothing would look like a proof
+    assert two.rate == Estimate(99.75)
 
 
 def test_quality_of_a_row_is_that_of_the_runs_that_count() -> None:

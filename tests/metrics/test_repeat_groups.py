@@ -141,25 +141,25 @@ def test_without_a_valid_run_there_are_no_metrics() -> None:
 
 def test_three_unproven_runs_have_a_proven_rate_together() -> None:
     """Their spread between runs proves the rate; each of them stays unproven."""
-    records = [make_run(rate, **WITHOUT_INTERVAL) for rate in (98.0, 100.0, 102.0)]
+    records = [make_run(rate, **WITHOUT_INTERVAL) for rate in (99.5, 100.0, 100.5)]
     repeated_runs = group_repeats(*records)
     assert (repeated_runs.counted, repeated_runs.not_counted) == (tuple(records), ())
-    half = 4.303 * 2 / sqrt(3)
+    half = 4.303 * 0.5 / sqrt(3)
     assert index_spreads_by_name(repeated_runs)["rate"] == MetricSpread(
         "rate",
         "tokens/s",
         3,
         Estimate(100.0, pytest.approx((100 - half, 100 + half))),
         "runs",
-        pytest.approx(0.02),
-        98.0,
-        102.0,
+        pytest.approx(0.005),
+        99.5,
+        100.5,
     )
     assert [standing.find_status(record) for record in repeated_runs.counted] == ["unproven"] * 3
 
 
 def test_two_unproven_runs_prove_nothing() -> None:
-    unproven = [make_run(rate, **WITHOUT_INTERVAL) for rate in (98.0, 102.0)]
+    unproven = [make_run(rate, **WITHOUT_INTERVAL) for rate in (99.5, 100.5)]
     pair = group_repeats(*unproven)
     assert (pair.metrics, pair.counted, pair.not_counted) == ((), (), tuple(unproven))
     assert pair.interval_only == 0

@@ -129,15 +129,15 @@ def make_unproven_runs(devices: int, *rates: float) -> list[Record]:
 
 
 def test_unproven_runs_are_in_no_group_unless_three_repeats_prove_their_rate() -> None:
-    one, two = make_unproven_runs(1, 98.0, 100.0, 102.0), make_unproven_runs(2, 78.0, 80.0, 82.0)
+    one, two = make_unproven_runs(1, 99.5, 100.0, 100.5), make_unproven_runs(2, 79.5, 80.0, 80.5)
     assert scaling_groups.find_scaling_groups([*one[:2], *two]) == []
     assert scaling_groups.find_scaling_groups([make_run(1, 1, 100.0), *two[1:]]) == []
     [group] = scaling_groups.find_scaling_groups([*one, *two])
     assert [len(row.records) for row in group.rows] == [3, 3]
     assert [row.source for row in group.rows] == ["runs", "runs"]
-    half = 4.303 * 4 / sqrt(3)
+    half = 4.303 * 1 / sqrt(3)
     assert group.rows[1].rate == Estimate(160.0, pytest.approx((160 - half, 160 + half)))
-    assert group.rows[1].speedup == compare_values([98.0, 100.0, 102.0], [156.0, 160.0, 164.0])
+    assert group.rows[1].speedup == compare_values([99.5, 100.0, 100.5], [159.0, 160.0, 161.0])
     assert {standing.find_status(record) for record in group.records} == {"unproven"}
     # a valid run counts alone beside one that is too short; with two of these, all count
     [mixed] = scaling_groups.find_scaling_groups([make_run(1, 1, 100.0), one[0], *two])

@@ -137,9 +137,9 @@ def test_a_side_whose_rate_is_unproven_has_no_ratio() -> None:
 
 def test_three_unproven_repeats_are_compared() -> None:
     base = make_runs(100.0, 102.0)
-    short = make_runs(49.0, 50.0, 51.0, letter="c", **WITHOUT_INTERVAL)
+    short = make_runs(49.75, 50.0, 50.25, letter="c", **WITHOUT_INTERVAL)
     comparison = compare_runs(base, short)
-    assert comparison.ratio == compare_values([100.0, 102.0], [49.0, 50.0, 51.0])
+    assert comparison.ratio == compare_values([100.0, 102.0], [49.75, 50.0, 50.25])
     assert (comparison.outcome, comparison.why) == ("slower", None)
     assert (comparison.new.counted, comparison.new.not_counted) == (tuple(short), ())
     assert comparison.rates[1] is not None

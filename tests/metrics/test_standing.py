@@ -6,6 +6,8 @@ import pytest
 
 from fixtures.report import WITHOUT_INTERVAL, make_failed_record, make_rated_record, make_record
 from steelyard.metrics import standing
+from steelyard.metrics.estimates import Estimate
+from steelyard.metrics.standing import RunEvidence
 from steelyard.record.record import Record
 
 # changes of a made-up record, by the status that it has with them today
@@ -20,7 +22,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 def make_runs(*statuses: str) -> list[Record]:
     """Return one run for each status, at 100 tokens/s and more."""
     return [
-        make_rated_record(number, 100.0 + number, **CHANGES[status])
+        make_rated_record(number, 100.0 + number / 10, **CHANGES[status])
         for number, status in enumerate(statuses)
     ]
 
@@ -130,14 +132,45 @@ def test_three_runs_prove_together_what_one_cannot(
 
 def test_items_are_selected_by_any_status() -> None:
     items = [("a", "unproven"), ("b", "invalid"), ("c", "valid"), ("d", "unproven")]
-    assert standing.select_proven_items(items, lambda item: item[1]) == [
+
+    def describe(item: tuple[str, str]) -> RunEvidence:
+        return RunEvidence(item[1])
+
+    assert standing.select_proven_items(items, describe) == [
         ("a", "unproven"),
         ("c", "valid"),
         ("d", "unproven"),
     ]
-    assert standing.select_proven_items(items[:3], lambda item: item[1]) == [("c", "valid")]
-    assert standing.select_proven_items([], str) == []
+    assert standing.select_proven_items(items[:3], describe) == [("c", "valid")]
+    assert standing.select_proven_items([], describe) == []
     assert standing.select_proven([]) == standing.select_not_proven([]) == []
+
+
+@pytest.mark.parametrize(
+    ("rates", "max_interval", "counted"),
+    [
+        # Student's t of two degrees of freedom: 4.303 · 1 / √3 to each side of 100
+        ((99.0, 100.0, 101.0), 0.0497, 3),
+        ((99.0, 100.0, 101.0), 0.0496, 0),
+        ((100.0, 200.0, 300.0), 0.05, 0),
+        ((100.0, 200.0, 300.0), None, 3),
+        ((100.0, 200.0, None), 0.05, 0),
+    ],
+)
+def test_repeats_prove_a_rate_only_if_they_agree(
+    rates: tuple[float | None, ...], max_interval: float | None, counted: int
+) -> None:
+    """No run becomes valid by being shorter: together they must be as exact as one long run."""
+    runs = [
+        RunEvidence("unproven", None if rate is None else Estimate(rate), max_interval)
+        for rate in rates
+    ]
+    assert len(standing.select_proven_items(runs, lambda run: run)) == counted
+    # a valid one among them counts in any case, and valid ones alone need not agree
+    mixed = [RunEvidence("valid", runs[0].rate, max_interval), *runs[1:]]
+    assert len(standing.select_proven_items(mixed, lambda run: run)) == (counted or 1)
+    valid = [RunEvidence("valid", run.rate, max_interval) for run in runs]
+    assert len(standing.select_proven_items(valid, lambda run: run)) == 3
 
 
 def test_equal_records_are_told_apart() -> None:

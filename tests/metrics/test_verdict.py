@@ -94,7 +94,7 @@ def test_only_proven_rates_count() -> None:
     # without an interval a run proves nothing; three together do
     short = [
         make_scoring_record("torch", ANSWERS, rate, id=f"s{rate}", **WITHOUT_INTERVAL)
-        for rate in (90.0, 91.0, 92.0)
+        for rate in (90.5, 91.0, 91.5)
     ]
     [unproven] = verdict.judge_engines([*short[:2], *make_runs("transformers", 100.0, 101.0)])
     assert (unproven.code, unproven.others[0].status) == ("one", "unproven")

@@ -81,7 +81,8 @@ def change_seed(path: Path) -> tuple[Path, str, str]:
 def test_key_that_differs_from_the_shipped_case_is_remarked(tmp_path: Path, run: Any) -> None:
     path, key, shipped = change_seed(copy_published("mmlu-smoke-closed", tmp_path))
     remark = (
-        f"the key is {key}; that of the shipped case llama2-7b-mmlu with these data is {shipped}"
+        f"the question is not that of the shipped case llama2-7b-mmlu: the key is {key}, that of"
+        f" the shipped case with these data {shipped}"
     )
     assert key != shipped
     assert (verify.verify_record(path), verify.list_remarks(path)) == ([], [remark])

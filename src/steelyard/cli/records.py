@@ -87,14 +87,18 @@ def read_spec_records(spec_paths: list[Path]) -> list[SpecRecord]:
 
 def read_run_records(paths_given: list[Path]) -> list[Record]:
     """Read and verify the records of runs that files and folders name (`find_record_paths`), and
-    return them in that order; spec records among them are left out, with a line on stderr.
+    return them in that order; spec records among them, and copies of a record, are left out, with a
+    line on stderr: copies must not count as repeats.
 
     Raise RequestError if there is no run record, or for the first that does not verify.
     """
-    return [
-        verify.read_verified_record(path)
-        for path in drop_spec_records(find_record_paths(paths_given))
-    ]
+    paths = drop_spec_records(find_record_paths(paths_given))
+    records = [verify.read_verified_record(path) for path in paths]
+    by_id = {record.id: record for record in reversed(records)}
+    copies = len(records) - len(by_id)
+    if copies:
+        print_stderr(f"left out: {copies} {'copy' if copies == 1 else 'copies'} of other records")
+    return list(reversed(by_id.values()))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Group records that differ only in their engine: how far their answers are from the base's, and
-their rates.
+"""Group records that were asked the same with different engines: how far their answers are from
+the base's, and their rates.
 
 The base is engine `torch`, else the engine of the first record. Answers are those of every finished
 run; rates are those of runs that prove one (`standing.select_proven`).
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 # Parts that also failed runs have, and all parts that records of one group have in common.
 ENGINE_REQUEST_PARTS = ("case", "division", "precision", "sample", "steps", "plan", "asked_tune")
-ENGINE_PARTS = (*ENGINE_REQUEST_PARTS, "key", "headline", "weights", "devices")
+ENGINE_PARTS = (*ENGINE_REQUEST_PARTS, "key", "headline", "weights", "devices", "formulas")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ accelerators against each other.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import log
+from statistics import fmean
 
 from steelyard.metrics import estimates, repeat_groups, standing, stats, vouching
 from steelyard.metrics.estimates import Estimate
@@ -108,29 +110,25 @@ def _summarize_repeats(group: Sequence[Record]) -> OverviewRow:
     """Return one row of repeats: means of rate per device, MFU, energy per token and quality, each
     over the runs that have it, and the highest memory; None if no run has it.
 
-    The runs that prove the rate count; without any the unproven ones, else all that did not fail.
+    They are of the runs of `standing.select_shown`.
     """
-    counted_records = (
-        standing.select_proven(group)
-        or [record for record in group if standing.is_answer_right(record)]
-        or [record for record in group if record.status != "failed"]
-    )
+    shown = standing.select_shown(group)
     quality_metric = estimates.choose_quality_metric(group)
     sizes = [
         size
-        for size in (estimates.get_metric_value(record, "mem") for record in counted_records)
+        for size in (estimates.get_metric_value(record, "mem") for record in shown)
         if size is not None
     ]
     return OverviewRow(
         records=tuple(group),
-        rate=estimates.average_known_runs(map(_estimate_device_rate, counted_records))[0],
-        mfu=estimates.average_known_runs(map(_estimate_mfu, counted_records))[0],
-        energy=estimates.average_known_runs(
-            _estimate_metric(record, "energy_per_token") for record in counted_records
-        )[0],
+        rate=standing.average_shown(group, _estimate_device_rate),
+        mfu=standing.average_shown(group, _estimate_mfu),
+        energy=standing.average_shown(
+            group, lambda record: _estimate_metric(record, "energy_per_token")
+        ),
         mem=max(sizes, default=None),
         quality=stats.mean_of_known(
-            [estimates.get_metric_value(record, quality_metric) for record in counted_records]
+            [estimates.get_metric_value(record, quality_metric) for record in shown]
         ),
         quality_metric=quality_metric,
     )
@@ -196,12 +194,19 @@ def compare_accelerators(candidates: Iterable[OverviewRow]) -> list[AcceleratorR
     )
     if len(best_rows) < 2:
         return []
-    base, *others = sorted(best_rows, key=_rate_or_zero)
+    base, *others = sorted(best_rows, key=_mean_log_rate)
     ratios = [
         (row, compare_rates(_list_device_rates(base), _list_device_rates(row)))
         for row in reversed(others)
     ]
     return [AcceleratorRatio(row, base, ratio) for row, ratio in ratios if ratio is not None]
+
+
+def _mean_log_rate(row: OverviewRow) -> float:
+    """Return the mean of the logarithms of a row's rates per device: accelerators are compared by
+    their geometric means.
+    """
+    return fmean(log(rate.value) for rate in _list_device_rates(row))
 
 
 def _list_device_rates(row: OverviewRow) -> list[Estimate]:

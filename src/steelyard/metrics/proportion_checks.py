@@ -42,7 +42,7 @@ class TimedRun:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Coefficient:
     """A coefficient of a fit, with half the width of its 95 % interval (infinite if there are no
     more runs than coefficients).
     """
@@ -60,13 +60,13 @@ class Estimate:
         """The upper end of the interval."""
         return self.value + self.half_width
 
-    def divide(self, divisor: float) -> "Estimate":
+    def divide(self, divisor: float) -> "Coefficient":
         """Return the estimate divided by a number whose own error is not counted; unknown, with an
         infinite interval, for a divisor that is not positive.
         """
         if divisor <= 0:
-            return Estimate(0.0, inf)
-        return Estimate(self.value / divisor, self.half_width / divisor)
+            return Coefficient(0.0, inf)
+        return Coefficient(self.value / divisor, self.half_width / divisor)
 
 
 def check_proportion(timed: Sequence[Record], measured: Sequence[Record]) -> list[ConformCheck]:
@@ -88,9 +88,12 @@ def check_proportion(timed: Sequence[Record], measured: Sequence[Record]) -> lis
     obstacle = find_obstacle(timed or measured)
     if obstacle is None and not rates:
         obstacle = "no matmul was timed"
+    runs = [] if obstacle else [time_run(record) for record in timed]
+    if obstacle is None and len({run.work for run in runs} - {0.0}) < 2:
+        obstacle = "the runs do not differ in their work"
     if obstacle is not None:
         return [*rows, ConformCheck(case_name, SLOPE_NAME, None, None, None, 0.0, obstacle)]
-    slope, deficit = fit_costs([time_run(record) for record in timed])
+    slope, deficit = fit_costs(runs)
     least = 1 / (plausibility.MATMUL_MARGIN * max(rates))
     rows.append(_judge_slope(case_name, slope, least))
     if deficit is not None:
@@ -150,7 +153,7 @@ def time_run(record: Record) -> TimedRun:
     return TimedRun(cpu_s, float(sum(works)), float(sum(works[1:])))
 
 
-def fit_costs(runs: Sequence[TimedRun]) -> tuple[Estimate, Estimate | None]:
+def fit_costs(runs: Sequence[TimedRun]) -> tuple[Coefficient, Coefficient | None]:
     """Fit CPU seconds = start + slope x work - deficit x repeated work by least squares, and return
     slope and deficit in seconds per FLOP, with 95 % intervals by Student's t; the deficit is None
     if no run has repeated work.
@@ -170,7 +173,7 @@ def fit_costs(runs: Sequence[TimedRun]) -> tuple[Estimate, Estimate | None]:
         errors = np.sqrt(np.diag(np.linalg.inv(design.T @ design)) * variance)
         half_widths = [stats.student_t_95(freedom) * float(error) for error in errors]
     slope, *rest = (
-        Estimate(float(value) / unit, half_width / unit)
+        Coefficient(float(value) / unit, half_width / unit)
         for value, half_width in zip(coefficients[1:], half_widths[1:], strict=True)
     )
     return slope, rest[0] if rest else None
@@ -191,7 +194,7 @@ def _check_statuses(timed: Sequence[Record]) -> ConformCheck:
     )
 
 
-def _judge_slope(case_name: str, slope: Estimate, least: float) -> ConformCheck:
+def _judge_slope(case_name: str, slope: Coefficient, least: float) -> ConformCheck:
     """Return the row on CPU seconds per FLOP. It is wrong if even the upper end of the interval is
     below `least`, what a matmul takes: the engine does not compute the rows that it answers. It is
     not tested if the interval is wider than `MAX_HALF_WIDTH` of the slope to each side.
@@ -209,7 +212,7 @@ def _judge_slope(case_name: str, slope: Estimate, least: float) -> ConformCheck:
     )
 
 
-def _judge_saving(case_name: str, saving: Estimate) -> ConformCheck:
+def _judge_saving(case_name: str, saving: Coefficient) -> ConformCheck:
     """Return the row on the share of work that a second pass over the same rows does not do. It is
     wrong if even the lower end of its interval is above `MAX_SAVED`, and not tested if the interval
     is wider than `MAX_HALF_WIDTH` to each side.

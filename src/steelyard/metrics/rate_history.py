@@ -207,6 +207,7 @@ def _make_entry(record: Record) -> RecordSummary:
         unit=rates.work_unit(record),
         rate=None if rate_estimate is None else rate_estimate.value,
         interval=None if rate_estimate is None else rate_estimate.interval,
+        max_interval=case.max_interval,
         quality=metric,
         quality_value=None if quality is None else quality.value,
     )
@@ -332,7 +333,12 @@ def _select_rated(group: Iterable[IndexedRecord]) -> list[IndexedRecord]:
 
 def _select_proven(group: Iterable[IndexedRecord]) -> list[IndexedRecord]:
     """Return the records of a point whose rates count (`standing.select_proven_items`)."""
-    return standing.select_proven_items(group, lambda indexed: indexed.entry.status)
+    return standing.select_proven_items(
+        group,
+        lambda indexed: standing.RunEvidence(
+            indexed.entry.status, indexed.rate, indexed.entry.max_interval
+        ),
+    )
 
 
 def _find_first_bad(points: list[TrendPoint], threshold: float) -> FirstBadRecord | None:

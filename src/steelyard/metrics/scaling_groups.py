@@ -5,7 +5,7 @@ number of devices.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from steelyard.metrics import estimates, rates, standing, stats
+from steelyard.metrics import estimates, rates, repeat_groups, standing, stats
 from steelyard.metrics.estimates import Estimate, IntervalSource
 from steelyard.metrics.ratio import BASE_RATIO, Ratio, compare_rates
 from steelyard.plan.degrees import Plan
@@ -79,8 +79,8 @@ def find_scaling_groups(records: Iterable[Record]) -> list[ScalingGroup]:
     tune) and have runs on at least two different numbers of devices, in the order in which they
     come.
 
-    Of each plan the records count that prove its rate (`standing.select_proven`). Empty if there is
-    no such group.
+    Of each plan the records count that prove its rate, alone or with their repeats (`REPEAT_PARTS`,
+    `standing.select_proven`). Empty if there is no such group.
     """
     rated = (record for record in records if estimates.estimate_rate(record) is not None)
     records_by_key = stats.group_by(
@@ -89,8 +89,8 @@ def find_scaling_groups(records: Iterable[Record]) -> list[ScalingGroup]:
     proven_groups = [
         [
             record
-            for of_plan in stats.group_by(group, _make_plan_key).values()
-            for record in standing.select_proven(of_plan)
+            for repeats in stats.group_by(group, _make_repeat_key).values()
+            for record in standing.select_proven(repeats)
         ]
         for group in records_by_key.values()
     ]
@@ -132,6 +132,11 @@ def _make_scaling_rows(group: list[Record]) -> tuple[ScalingRow, ...]:
             ScalingRow(tuple(by_plan[plan]), rate, source, speedup, efficiency, plan == base)
         )
     return tuple(rows)
+
+
+def _make_repeat_key(record: Record) -> str:
+    """Return a text that is equal for repeats of one run."""
+    return estimates.make_group_key(record, repeat_groups.REPEAT_PARTS)
 
 
 def _make_plan_key(record: Record) -> tuple[int, ...]:

@@ -1,14 +1,16 @@
 """Decide which runs' rates carry a statement: what a record's status is today, and which runs
 together have a proven rate.
 
-A rate is proven by the 95 % interval of its own steps, or by the spread of at least three repeats.
-Everything that compares rates or names a best one selects its runs here; `validity.py` sets the
-status of new records by the same rule.
+A rate is proven by the 95 % interval of its own steps, or by the spread of at least three repeats,
+which must be as small as the case asks of an interval. Everything that compares rates or names a
+best one selects its runs here; `validity.py` sets the status of new records by the same rule.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from steelyard.metrics.estimates import Estimate, average_known_runs, estimate_rate
 from steelyard.record.record import Record, Status
 
 Item = TypeVar("Item")
@@ -68,24 +70,57 @@ def is_answer_right(record: Record) -> bool:
     return find_status(record) in RIGHT_STATUSES
 
 
-def select_proven(records: Iterable[Record]) -> list[Record]:
-    """Return those of some repeats whose rates may be averaged and compared (`select_proven_items`
-    by `find_status`).
+@dataclass(frozen=True)
+class RunEvidence:
+    """What decides whether a run counts among its repeats: its `status` by today's rule, its `rate`
+    (None if unknown), and the widest interval that its case allows, as a share of the rate
+    (`max_interval`; None: any).
     """
-    return select_proven_items(records, find_status)
+
+    status: str
+    rate: Estimate | None = None
+    max_interval: float | None = None
 
 
-def select_proven_items(items: Iterable[Item], status_of: Callable[[Item], str]) -> list[Item]:
+def select_proven(records: Iterable[Record]) -> list[Record]:
+    """Return those of some repeats whose rates may be averaged and compared
+    (`select_proven_items`).
+    """
+    return select_proven_items(
+        records,
+        lambda record: RunEvidence(
+            find_status(record), estimate_rate(record), record.case.max_interval
+        ),
+    )
+
+
+def select_proven_items(
+    items: Iterable[Item], describe: Callable[[Item], RunEvidence]
+) -> list[Item]:
     """Return those of some repeats whose rates may be averaged and compared: the valid ones and, if
     these are at least three together with the unproven ones, those too. Repeats prove by their
-    spread what a short run cannot prove alone.
+    spread what a short run cannot prove alone, if the 95 % interval of their mean is as narrow as
+    the case asks of a single run.
 
-    `status_of` returns an item's status by today's rule.
+    `describe` returns what is known of an item.
     """
-    right = [item for item in items if status_of(item) in RIGHT_STATUSES]
-    if len(right) >= MIN_PROVING_REPEATS:
-        return right
-    return [item for item in right if status_of(item) == "valid"]
+    described = [(item, describe(item)) for item in items]
+    right = [(item, run) for item, run in described if run.status in RIGHT_STATUSES]
+    valid = [item for item, run in right if run.status == "valid"]
+    is_proof = len(right) >= MIN_PROVING_REPEATS and (
+        len(valid) == len(right) or _is_spread_allowed([run for _, run in right])
+    )
+    return [item for item, _ in right] if is_proof else valid
+
+
+def _is_spread_allowed(runs: Sequence[RunEvidence]) -> bool:
+    """Return whether the 95 % interval of the mean of these runs' rates is no wider than the case
+    allows; True if no rate is known, or there is no limit.
+    """
+    mean, limit = average_known_runs(run.rate for run in runs)[0], runs[0].max_interval
+    if mean is None or mean.interval is None or limit is None:
+        return True
+    return mean.interval[1] - mean.interval[0] <= limit * mean.value
 
 
 def select_not_proven(records: Sequence[Record]) -> list[Record]:
@@ -94,6 +129,31 @@ def select_not_proven(records: Sequence[Record]) -> list[Record]:
     """
     counted = {id(record) for record in select_proven(records)}
     return [record for record in records if id(record) not in counted]
+
+
+def select_shown(records: Sequence[Record]) -> list[Record]:
+    """Return those of some repeats whose values a row of means shows: the runs that prove a rate;
+    if there are none, those that nothing speaks against, else those that finished.
+    """
+    return (
+        select_proven(records)
+        or [record for record in records if is_answer_right(record)]
+        or [record for record in records if record.status != "failed"]
+    )
+
+
+def average_shown(
+    records: Sequence[Record], estimate: Callable[[Record], Estimate | None]
+) -> Estimate | None:
+    """Return the mean of an estimate over the repeats of `select_shown` that have it, with its 95 %
+    interval; None if none has it. Several runs that prove nothing together have no interval, which
+    would look like a proof.
+    """
+    shown = select_shown(records)
+    mean, source = average_known_runs(map(estimate, shown))
+    if mean is None or source != "runs" or select_proven(records):
+        return mean
+    return Estimate(mean.value)
 
 
 def list_reason_codes(record: Record) -> list[str]:

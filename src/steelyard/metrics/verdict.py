@@ -18,11 +18,13 @@ from steelyard.metrics import (
     ratio,
     standing,
     stats,
+    vouching,
 )
 from steelyard.metrics.conform_checks import ConformCheck
 from steelyard.metrics.engine_groups import EngineGroup
 from steelyard.metrics.estimates import Estimate
 from steelyard.metrics.ratio import Ratio
+from steelyard.metrics.vouching import EngineMark
 from steelyard.record.record import Record
 
 VerdictCode = Literal[
@@ -35,7 +37,8 @@ class Contender:
     """One of those that a verdict chooses from: the `name` of an engine or of a point of a sweep,
     and all its `records`, at least one. Properties: `rates` of the runs that count, all devices
     together, and `rate`, their mean with its interval (None if there are none); `status` of the
-    runs together, and `reason_codes`, why those that are not valid are not.
+    runs together, and `reason_codes`, why those that are not valid are not; `mark`, who vouches for
+    their engine. The runs of an engine that does not conform have no rates.
     """
 
     name: str
@@ -44,6 +47,8 @@ class Contender:
     @property
     def rates(self) -> list[Estimate]:
         """Return the rate of each run of this contender that counts and has one."""
+        if self.mark == "nonconforming":
+            return []
         proven = standing.select_proven(self.records)
         return [rate for rate in map(estimates.estimate_rate, proven) if rate is not None]
 
@@ -60,8 +65,13 @@ class Contender:
     @property
     def reason_codes(self) -> tuple[str, ...]:
         """Return the codes of the reasons of all this contender's runs, each once."""
-        codes = (reason.code for record in self.records for reason in record.reasons)
+        codes = (code for record in self.records for code in standing.list_reason_codes(record))
         return tuple(dict.fromkeys(codes))
+
+    @property
+    def mark(self) -> EngineMark:
+        """Return the weakest mark of the engines of this contender's runs."""
+        return vouching.find_weakest_mark(self.records)
 
 
 @dataclass(frozen=True)

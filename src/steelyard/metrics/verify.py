@@ -104,8 +104,8 @@ def _remark_on_case(run_record: Record) -> list[str]:
             " another question now"
         ]
     return [
-        f"the key is {case.key}; that of the shipped case {case.name} with these data is"
-        f" {shipped_key}"
+        f"the question is not that of the shipped case {case.name}: the key is {case.key}, that of"
+        f" the shipped case with these data {shipped_key}"
     ]
 
 

@@ -42,9 +42,10 @@ class RecordSummary(FrozenModel):
     vouches for the engine; `scope` is how much of the
     question was run, as text; `read` is whether the run came to read its data. `key` (question with
     data), `unread_key` (question alone) and `setup` (tune, software, machine, weights) are hashes
-    to group runs by. `rate` is the headline metric in `unit`, with its 95 % `interval`; `quality`
-    names the quality metric, `quality_value` is its value. `revision`, `version` and `dirty` are of
-    the package that made the record. None is what is not known.
+    to group runs by. `rate` is the headline metric in `unit`, with its 95 % `interval`, and
+    `max_interval` the widest that the case allows, as a share of the rate; `quality` names the
+    quality metric, `quality_value` is its value. `revision`, `version` and `dirty` are of the
+    package that made the record. None is what is not known.
     """
 
     wrong: str | None = None
@@ -81,6 +82,7 @@ class RecordSummary(FrozenModel):
     unit: Text = ""
     rate: Number | None = None
     interval: tuple[Number, Number] | None = None
+    max_interval: Number | None = None
     quality: Text = ""
     quality_value: Number | None = None
 
