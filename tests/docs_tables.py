@@ -181,7 +181,9 @@ def format_status(row: DocsRow) -> Cell:
     ):
         return Cell(f"valid: {PageWords('en')('side.by_repeats', str(len(row.records)))}")
     texts = (
-        ": ".join([standing.find_status(run), *standing.list_reason_codes(run)])
+        ": ".join(
+            filter(None, [standing.find_status(run), ", ".join(standing.list_reason_codes(run))])
+        )
         for run in row.records
     )
     counts = Counter(texts)

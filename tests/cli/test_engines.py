@@ -261,8 +261,8 @@ def test_engines_end_with_a_verdict(
     verb.run_engines(make_requests(), 3, OutputOptions(wide=True))
     last = " ".join(capsys.readouterr().out.splitlines()[-2:])
     assert last == (
-        "Verdict: torch is the fastest: 1.010 times transformers (significant, 95 % interval 1.008"
-        " – 1.012, 3 runs each)."
+        "Verdict: torch is the fastest: 1.010 times the rate of transformers (significant, 95 %"
+        " interval 1.008 – 1.012, 3 runs each)."
     )
     names.clear()
     verb.run_engines(make_requests(), 3, OutputOptions(json=True))

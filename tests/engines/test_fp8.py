@@ -56,7 +56,7 @@ def run_case(shell: Shell, case: str, precision: str, *options: str) -> dict[str
     ("case", "precision"),
     [
         ("llama1-7b-openwebtext", "fp8"),
-        ("aquila2-7b-alpaca", "fp8-pure"),
+        pytest.param("aquila2-7b-alpaca", "fp8-pure", marks=pytest.mark.long),
         *[pytest.param(case, how, marks=pytest.mark.long) for case, how in LONG_CASES],
     ],
 )

@@ -128,8 +128,17 @@ LIE_TITLES = {
 }
 
 
+QUICKLY_SHOWN = ("replay_half", "trained", "clock")  # the others take as long, and show less
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("lie", SCORING_LIES)
+@pytest.mark.parametrize(
+    "lie",
+    [
+        pytest.param(lie, marks=() if lie in QUICKLY_SHOWN else pytest.mark.long)
+        for lie in SCORING_LIES
+    ],
+)
 def test_a_scoring_engine_that_lies_does_not_conform(
     lie: str, tmp_path: Path, attacks: Attacks
 ) -> None:

@@ -171,7 +171,7 @@ def check_lambada(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ["torch", "transformers"])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("transformers", marks=pytest.mark.long)])
 def test_smollm2_answers_mmlu_as_a_plain_loop(
     engine: str, smollm2: Path, data_dir: Path, tmp_path: Path
 ) -> None:

@@ -75,7 +75,7 @@ def test_differences_of_the_answers_come_first() -> None:
         "",
         "invalid: busy",
         *[""] * 3,
-        "1 not valid",
+        "1 not counted",
     ]
     assert [row.cells[4].tone for row in table.rows] == ["plain", "muted"]
 
@@ -131,18 +131,18 @@ def test_unproven_rates_of_an_engine_are_shown_and_not_compared() -> None:
     base = [make_scoring_record("torch", "A" * 8, rate) for rate in (100.0, 102.0)]
     short = [
         make_scoring_record("other", "A" * 8, rate, **WITHOUT_INTERVAL)
-        for rate in (50.0, 52.0, 51.0)
+        for rate in (50.8, 51.2, 51.0)
     ]
     assert read_second_row([*base, *short[:2]]) == [
         "51.00 unproven: few_steps",
         "/",
-        "2 2 not valid",
+        "2 2 not counted",
     ]
     assert read_second_rate([*base, *short[:2]]) == ("51.00", "unproven: few_steps", "muted")
-    assert read_second_rate([*base, short[0]], "zh") == ("50.00", "未证实：few_steps", "muted")
+    assert read_second_rate([*base, short[0]], "zh") == ("50.80", "未证实：few_steps", "muted")
     assert read_second_row([*base, *short]) == [
-        "51.00 48.52 – 53.48",
-        "0.5049 0.4806 – 0.5305",
+        "51.00 50.50 – 51.50",
+        "0.5050 0.4511 – 0.5652",
         "3",
     ]
 

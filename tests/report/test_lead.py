@@ -50,7 +50,8 @@ PAGES: dict[str, list[Record]] = {
         *make_runs(90.0, **WITHOUT_INTERVAL),
         *make_runs(40.0, first=2, **OTHER_ENGINE),
     ],
-    "three unproven repeats": make_runs(40.0, 41.0, 42.0, **WITHOUT_INTERVAL),
+    "three unproven repeats": make_runs(40.8, 41.0, 41.2, **WITHOUT_INTERVAL),
+    "three unproven repeats apart": make_runs(40.0, 41.0, 42.0, **WITHOUT_INTERVAL),
     "smoke and full": [*make_runs(40.0), *make_runs(90.0, first=2, **SMOKE)],
 }
 
@@ -127,6 +128,11 @@ def list_headlines(records: list[Record], lang: report.Lang = "en") -> list[str]
             "three unproven repeats",
             golden("lead-three-unproven-repeats"),
             golden("lead-three-unproven-repeats", language="zh"),
+        ),
+        (
+            "three unproven repeats apart",
+            golden("lead-three-unproven-repeats-apart"),
+            golden("lead-three-unproven-repeats-apart", language="zh"),
         ),
         (
             "smoke and full",
@@ -245,17 +251,17 @@ def test_rows_of_a_table_are_in_the_order_of_what_they_prove() -> None:
 
 
 def test_rows_say_what_proves_them() -> None:
-    short = make_runs(40.0, 41.0, 42.0, **WITHOUT_INTERVAL)
+    short = make_runs(40.8, 41.0, 41.2, **WITHOUT_INTERVAL)
     invalid = {"status": "invalid", "reasons": [{"code": "clock", "text": "x"}]}
-    assert list_status_cells(short[:2])[0][1:] == ("40,500 34,147 – 46,853", "unproven few_steps")
+    assert list_status_cells(short[:2])[0][1:] == ("40,900", "unproven few_steps")
     assert list_status_cells(short)[0][1:] == (
-        "41,000 38,516 – 43,484",
+        "41,000 40,503 – 41,497",
         "valid proven by 3 repeats",
     )
     assert list_status_cells([*short, *make_runs(1.0, first=4, **invalid)])[0][2] == (
-        "valid proven by 3 repeats, 3 of 4 valid, clock"
+        "valid proven by 3 repeats, 3 of 4 count, clock"
     )
     assert list_status_cells([short[0], *make_runs(40.0, first=2)])[0][1:] == (
         "40,000 39,600 – 40,400",
-        "valid 1 of 2 valid, few_steps",
+        "valid 1 of 2 count, few_steps",
     )

@@ -248,3 +248,16 @@ def test_names_of_packages_are_escaped_as_any_text() -> None:
     assert "<script>alert" not in report.render([record], "html", "en")
     for format in ("text", "md", "html"):
         assert "\x1b" not in report.render([record], format, "en")
+
+
+@pytest.mark.parametrize("build", [report.build_brief_page, report.build_report_page])
+def test_repeats_have_the_worst_mark_in_every_table(build: Any) -> None:
+    """An engine that was tested, then changed, and run again: the mean is of both."""
+    runs = [
+        make_engine_record("acme", value, id=f"{i}" * 12)
+        for i, value in ((1, True), (2, None), (3, None))
+    ]
+    text = report.format_page(build(runs, "en"), "text")
+    tables = text.partition("Runs\n----")[0]  # behind it, one run at a time
+    assert "acme (not tested)" in tables
+    assert "acme (tested)" not in tables

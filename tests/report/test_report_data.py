@@ -189,7 +189,7 @@ def test_unproven_runs_have_that_status_and_reason() -> None:
     """Also those of an earlier version of the formulas, which store the status valid."""
     records = [
         made.make_rated_record(number, rate, **made.WITHOUT_INTERVAL)
-        for number, rate in enumerate((98.0, 100.0, 102.0), 1)
+        for number, rate in enumerate((99.5, 100.0, 100.5), 1)
     ]
     content = read_report_data(*records[:2])
     assert [(row["status"], row["reasons"]) for row in content["summary"]] == [

@@ -190,7 +190,7 @@ def test_rows_of_the_table() -> None:
     assert (torch[0], torch[4], torch[-1]) == (
         "NVIDIA H200 × 1 #1, #3",  # equal settings: one row; only the valid run counts
         "40,000 39,000 – 41,000",
-        "valid 1 of 2 valid, interval",
+        "valid 1 of 2 count, interval",
     )
     assert other[0] == "NVIDIA A100 × 1 #5"
     assert table.pinned

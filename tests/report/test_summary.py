@@ -56,14 +56,18 @@ llama2-7b-mmlu · full
 NVIDIA H200 · torch · plan 1x1
 
 run  precision  status                    rate      ±    MFU     acc  J/token
+     scope
 ---  ---------  -----------  -----------------  -----  -----  ------  -------
 #1   bf16       valid          45,903 tokens/s  0.20%  62.1%   45.8%  0.01458
+     whole
 #2   bf16 open  valid        59.38 questions/s      /      /  45.8%*        /
+     1404
+     samples
 #3   fp16       invalid:       45,903 tokens/s  0.20%  62.1%   45.8%  0.01458
-                quality
+     whole      quality
 #4   fp32       failed: oom                  /      /      /       /        /
+     whole
 * quality is reported, not checked
-Not shown: scope. --wide shows all columns.
 
 rate: all devices together. ±: half of its 95 % interval. /: unknown, --full
 says why.
@@ -321,7 +325,7 @@ def test_a_brief_report_merges_repeats() -> None:
         "                                          tokens/s",
         "-----  ------  ----  -------------------  --------  -----  -----  -----  -------",
         "#1–#3  torch      3  valid                   102.0  24.9%  10.2%  50.0%    1.000",
-        "                     2 of 3 valid, clock",
+        "                     2 of 3 count, clock",
         "#4     paddle     1  valid                   80.00   1.2%   8.0%  50.0%    1.000",
     ]
     assert "A row with several runs shows the means" in " ".join(lines)
@@ -337,10 +341,10 @@ def test_all_values_of_a_full_report_merge_repeats() -> None:
     mfu = [column.title for column in table.columns].index("*MFU")
     assert [(row[0], row[mfu]) for row in rows] == [("#1–#3 torch", "10.2%"), ("#4 paddle", "8.0%")]
     assert [row.cells[0].sub for row in table.rows[:2]] == [
-        "valid, 2 of 3 valid, whole",
+        "valid, 2 of 3 count, whole",
         "valid, whole",
     ]
-    assert "A row with several runs shows the means of its valid runs." in table.footnotes
+    assert "A row with several runs shows the means of the runs that count." in table.footnotes
     mfu_table = build_mfu_table(runs, say)
     assert mfu_table is not None
     assert [[cell.text for cell in row.cells][:2] for row in mfu_table.rows[:2]] == [

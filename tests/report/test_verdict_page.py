@@ -36,8 +36,8 @@ SMOKE: dict[str, Any] = {"case__size": "smoke"}
     [
         (
             REPEATED,
-            "Verdict: torch is the fastest: 1.100 times transformers (significant, 95 % interval"
-            " 1.067 – 1.134, 2 runs each).",
+            "Verdict: torch is the fastest: 1.100 times the rate of transformers (significant, 95 %"
+            " interval 1.067 – 1.134, 2 runs each).",
             "结论：torch 最快，为 transformers 的 1.100 倍（显著，95 % 区间 1.067 – 1.134，"
             "各 2 次运行）。",
         ),
@@ -71,8 +71,8 @@ SMOKE: dict[str, Any] = {"case__size": "smoke"}
         ),
         (
             REPEATED + make_runs("megatron", [500.0], **BAD),
-            "Verdict: torch is the fastest: 1.100 times transformers (significant, 95 % interval"
-            " 1.067 – 1.134, 2 runs each); not counted: megatron (invalid: clock).",
+            "Verdict: torch is the fastest: 1.100 times the rate of transformers (significant, 95 %"
+            " interval 1.067 – 1.134, 2 runs each); not counted: megatron (invalid: clock).",
             "结论：torch 最快，为 transformers 的 1.100 倍（显著，95 % 区间 1.067 – 1.134，"
             "各 2 次运行）；未计入：megatron（无效：clock）。",
         ),
@@ -104,9 +104,9 @@ SMOKE: dict[str, Any] = {"case__size": "smoke"}
         (
             make_runs("torch", [100.0]) + make_runs("transformers", [90.0], "ABCDABCA"),
             "Verdict: the answers differ by more than arithmetic explains (transformers: infer"
-            " answers 12.5% from that of torch, 5.0% allowed), so the rates mean little: torch has"
-            " the highest rate, 1.111 times that of transformers, which was not tested (single"
-            " runs; use --repeat 3).",
+            " answers differ from torch's by 12.5%; 5.0% is allowed), so the rates mean little:"
+            " torch has the highest rate, 1.111 times that of transformers, which was not tested"
+            " (single runs; use --repeat 3).",
             "结论：答案的差异超出算术误差所能解释的范围（transformers：infer answers 与 torch 相差"
             " 12.5%，允许 5.0%），吞吐量意义不大：torch 的吞吐量最高，为 transformers 的"
             " 1.111 倍，但未检验（各只有一次运行；请用 --repeat 3）。",

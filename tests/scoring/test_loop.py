@@ -302,6 +302,7 @@ def test_the_docs_show_the_example_engine() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_the_example_engine_conforms(tmp_path: Path) -> None:
     shell = Shell(tmp_path, (PACKAGE,))
     result = shell("conform", "short", "--json", XDG_CACHE_HOME=str(tmp_path / "cache"))

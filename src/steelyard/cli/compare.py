@@ -59,8 +59,8 @@ def compare(
 
     It prints the ratio of their rates, the answers, metrics and phases, and what differs between
     the runs. Give folders of repeats (run --repeat 5) for a test between runs. Exit code 0: not
-    slower; 1: NEW is significantly slower by more than the threshold, or a side has no valid run;
-    2: the questions differ.
+    slower; 1: NEW is significantly slower by more than the threshold, or all runs of a side are
+    invalid or failed; 2: the questions differ.
 
     \b
     Examples:

@@ -79,6 +79,8 @@ def compare_with_torch(
         untested = [f"{row.case}: {row.what}: {row.untested}" for row in rows if row.ok is None]
         path = conformity.write_conformity(row, names, conforms, identity, untested)
         print_stderr(f"result stored: {path}")
+    else:
+        print_stderr("result not stored: only all cases together can show that an engine conforms")
     if as_json:
         entries = [{**asdict(row), "ok": row.ok} for row in rows]
         print_json(

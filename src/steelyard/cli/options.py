@@ -379,8 +379,8 @@ class RunOptions:
             metavar="KEY=A,B,...",
             help=(
                 "Run once for each value of a --set key (tune keys also by short name), devices or"
-                " nodes. Several sweeps make a grid. Points with a valid record in --out are not"
-                " run again."
+                " nodes. Several sweeps make a grid. Points with a valid or unproven record in"
+                " --out are not run again."
             ),
             rich_help_panel=SEVERAL_RUNS_GROUP,
         ),

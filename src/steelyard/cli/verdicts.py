@@ -49,12 +49,13 @@ def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def _contender_to_json(contender: Contender) -> dict[str, Any]:
-    """Return an engine or point of a sweep as JSON data: name, mean rate with its interval, number
-    of runs in it, status and reason codes.
+    """Return an engine or point of a sweep as JSON data: name, the engine's mark, mean rate with
+    its interval, number of runs in it, status and reason codes.
     """
     rate = contender.rate
     return {
         "name": contender.name,
+        "engine_mark": contender.mark,
         "rate": None if rate is None else rate.value,
         "rate_interval": None if rate is None else rate.interval,
         "runs": len(contender.rates),

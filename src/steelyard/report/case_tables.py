@@ -86,7 +86,8 @@ class ComparedRuns:
     def format_title(self, say: PageWords) -> str:
         """Return the title of the group's first run with the numbers of all its runs."""
         first = self.runs[0]
-        return f"{self.labels}{first.format_title(say).removeprefix(first.label)}"
+        title = first.format_title(say, self.row.records)
+        return f"{self.labels}{title.removeprefix(first.label)}"
 
     def format_run_count(self, say: PageWords) -> str:
         """Return how many runs the group has, such as "3 runs", or "1 of 3 valid" if some but not
@@ -236,7 +237,7 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
         ColumnSpec(
             metric_row(metric).heading,
             _choose_by_row(
-                lambda group: _quality_cell(group, any_evaluated, say),
+                lambda group: _quality_cell(group, metric, any_evaluated, say),
                 lambda row: row.format_metric(metric),
             ),
             unevaluated_note,
@@ -329,16 +330,20 @@ def _rate_cell(group: ComparedRuns, common_unit: str, say: PageWords) -> Cell:
     return replace(cell, text=f"{cell.text} {words.translate_unit(group.unit, say.lang)}")
 
 
-def _quality_cell(group: ComparedRuns, any_evaluated: bool, say: PageWords) -> Cell:
-    """Return the quality of a group, UNKNOWN if it has none; where other groups are evaluated
-    (`any_evaluated`) and this one is not, the second line says so.
+def _quality_cell(
+    group: ComparedRuns, common_metric: str, any_evaluated: bool, say: PageWords
+) -> Cell:
+    """Return the quality of a group, UNKNOWN if it has none, after the metric's name if that is not
+    `common_metric`; where other groups are evaluated (`any_evaluated`) and this one is not, the
+    second line says so.
     """
     row = group.row
     value = row.first_record.metrics.get(row.quality_metric)
-    text = format_number(
-        metric_row(row.quality_metric, "" if value is None else value.unit).form, row.quality
-    )
+    metric = metric_row(row.quality_metric, "" if value is None else value.unit)
+    text = format_number(metric.form, row.quality)
     unevaluated = any_evaluated and text != UNKNOWN and not group.is_evaluated
+    if text != UNKNOWN and row.quality_metric != common_metric:
+        text = f"{metric.heading} {text}"
     return Cell(text, say("not_evaluated") if unevaluated else "")
 
 

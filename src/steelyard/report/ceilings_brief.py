@@ -15,7 +15,13 @@ from steelyard.metrics import ceiling_rates
 from steelyard.plan.ceiling_shapes import CeilingGroup
 from steelyard.record.ceilings_record import BenchLimits, BenchTimings, SpecRecord
 from steelyard.report import derived_texts
-from steelyard.report.ceilings_page import SHOWN_UNITS, CeilingLine, format_devices, merge_ranks
+from steelyard.report.ceilings_page import (
+    SHOWN_UNITS,
+    CeilingLine,
+    find_packages,
+    format_devices,
+    merge_ranks,
+)
 from steelyard.report.document import (
     UNKNOWN_CELL,
     Cell,
@@ -26,6 +32,7 @@ from steelyard.report.document import (
     Paragraph,
     build_table,
 )
+from steelyard.report.marks import append_package
 from steelyard.report.numbers import UNKNOWN, format_count, format_number
 from steelyard.report.plain_text import shorten_to_width
 from steelyard.words import Message, PageWords
@@ -228,7 +235,7 @@ def _format_lead(summary: _Summary, say: PageWords) -> str:
         if rows:
             best = max(rows, key=lambda row: row.value)
             text = say(code, _format_rate(best, say), shorten_to_width(best.label, NAME_WIDTH))
-            remarks = _list_remarks(best, say)
+            remarks = _list_remarks(best, find_packages(summary.record)[1], say)
             parts.append(say("spec.of", text, say("comma").join(remarks)) if remarks else text)
     devices = _format_machine(summary.record, say)
     if summary.record.devices > 1:
@@ -236,12 +243,13 @@ def _format_lead(summary: _Summary, say: PageWords) -> str:
     return say("spec.brief.lead", devices, say("comma").join(parts) or say("ceiling.nothing"))
 
 
-def _list_remarks(row: _BestRow, say: PageWords) -> list[str]:
-    """Return what is said of a rate in parentheses: its share of the datasheet, if known, and that
-    it was not steady.
+def _list_remarks(row: _BestRow, peak_package: str | None, say: PageWords) -> list[str]:
+    """Return what is said of a rate in parentheses: its share of the datasheet, if known, whose
+    peak that is if it is not Steelyard's (`peak_package`), and that it was not steady.
     """
     share = row.line.ceiling.share
     shown_share = say("spec.brief.share", format_number("percent", share))
+    shown_share = append_package(shown_share, peak_package, say)
     return [
         *([] if share is None else [shown_share]),
         *([say("spec.brief.unsteady")] if row.is_unsteady else []),
@@ -250,7 +258,8 @@ def _list_remarks(row: _BestRow, say: PageWords) -> list[str]:
 
 def _format_machine(record: SpecRecord, say: PageWords) -> str:
     """Return the devices of a record with their number, such as `8 × NVIDIA H200`, and hosts if
-    there are several; and that the record is a quick one.
+    there are several; that the accelerator is another package's, and that the record is a quick
+    one.
     """
     name = shorten_to_width(format_devices(record), NAME_WIDTH)
     hosts = {rank.host for rank in record.ranks}
@@ -258,6 +267,7 @@ def _format_machine(record: SpecRecord, say: PageWords) -> str:
     text = say("spec.brief.devices", count, name) if record.devices > 1 else name
     if len(hosts) > 1:
         text = say("spec.brief.hosts", text, format_count(len(hosts)))
+    text = append_package(text, find_packages(record)[0], say)
     return say("spec.brief.quick", text) if record.quick else text
 
 

@@ -88,6 +88,17 @@ def format_devices(record: SpecRecord) -> str:
     return ", ".join(names) or record.environment.hardware.accelerator or UNKNOWN
 
 
+def find_packages(record: SpecRecord) -> tuple[str | None, str | None]:
+    """Return the packages of a spec record's accelerator and datasheet peak: None if they are
+    Steelyard's, else UNNAMED_PACKAGE, because a spec record does not name packages.
+    """
+    hardware = record.environment.hardware
+    return (
+        UNNAMED_PACKAGE if has_foreign_accelerator(hardware) else None,
+        UNNAMED_PACKAGE if has_foreign_peak(hardware) else None,
+    )
+
+
 def _record_elements(record: SpecRecord, level: int, say: PageWords) -> Iterator[PageElement]:
     """Yield the elements of a spec record: facts, a paragraph for each failure, then for each group
     of benchmarks a heading, a table, the benchmarks without a number, and a note; at the end a note
@@ -135,9 +146,7 @@ def _record_facts(record: SpecRecord, say: PageWords) -> Facts:
         record.environment.source,
     )
     peak = hardware.peak
-    # a spec record does not name packages
-    package = UNNAMED_PACKAGE if has_foreign_accelerator(hardware) else None
-    peak_package = UNNAMED_PACKAGE if has_foreign_peak(hardware) else None
+    package, peak_package = find_packages(record)
     peak_text = UNKNOWN if peak is None else f"{peak.name}; {peak.source}"
     cores = say("hardware.cores", format_setting(hardware.cpu), format_count(hardware.cpu_cores))
     labelled = (

@@ -256,8 +256,11 @@ def rates_look_equal(comparison: Comparison) -> bool:
 def _metrics_elements(comparison: Comparison, say: PageWords) -> list[PageElement]:
     """Return the table of metrics whose shown means differ between the sides, or a sentence if
     there are none; then a sentence with the number of metrics whose shown means are equal, if
-    there are any.
+    there are any. A single sentence if no run of a side counts.
     """
+    uncounted = [side.name for side in (comparison.base, comparison.new) if not side.counted]
+    if uncounted:
+        return [Paragraph(say("compare.uncounted", say("summary.and").join(uncounted)))]
     changes = tuple(change for change in comparison.metrics if not looks_equal(change))
     equal_count = comparison.equal_metric_count + len(comparison.metrics) - len(changes)
     out: list[PageElement] = (

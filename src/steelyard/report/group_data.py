@@ -23,8 +23,8 @@ from steelyard.schema import FrozenModel
 
 
 class NotValidRun(FrozenModel):
-    """A run that is not valid: `id` of its record, `status` (invalid or failed), and the codes of
-    its `reasons`, each once.
+    """A run that does not count: `id` of its record, `status` (unproven, invalid or failed), and
+    the codes of its `reasons`, each once.
     """
 
     id: str
@@ -33,8 +33,9 @@ class NotValidRun(FrozenModel):
 
 
 class SpreadData(FrozenModel):
-    """A metric over the valid runs of a group that have a value for it; `runs` is their number.
-    `mean`, `interval` (95 %, low and high end, of the mean), `lowest` and `highest` are in `unit`.
+    """A metric over the runs of a group that count and have a value for it; `runs` is their
+    number. `mean`, `interval` (95 %, low and high end, of the mean), `lowest` and `highest` are in
+    `unit`.
 
     `interval_from` is what the interval comes from: "steps" of one run, or the spread of "runs".
     `deviation` is the standard deviation between runs as a share of the mean. Null is unknown.
@@ -54,7 +55,7 @@ class RepeatsData(FrozenModel):
     """Two or more repeated runs of the same question (`key` is its hash), engine, plan and
     settings; `scope` is how much of the question was run, `config` nodes x devices.
 
-    `records` are the ids of valid runs; `metrics` are over these, by name: `rate` (work of all
+    `records` are the ids of runs that count; `metrics` are over these, by name: `rate` (work of all
     devices per second of wall time), mfu, mem, energy_per_token and the quality metric. `not_valid`
     lists the other runs; `interval_only` counts those that are invalid only because their interval
     is too wide.

@@ -5,7 +5,7 @@ elements that show it. The report page shows groups as sections of a case; the c
 them after runs.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -123,20 +123,23 @@ class GroupKind(Generic[Group]):
         return Paragraph(say(f"{self.name}.note"), "muted")
 
 
-def _format_common(record: Record, say: PageWords, engine: bool = True, plan: bool = True) -> str:
-    """Return how the runs of a group ran, joined by ` · `: engine, precision, division, scope (how
-    much of the question was run), plan (of several devices only) and kinds of device, from one of
-    its records.
+def _format_common(
+    records: Sequence[Record], say: PageWords, engine: bool = True, plan: bool = True
+) -> str:
+    """Return how the runs of a group ran, joined by ` · `: engine, with the worst mark of all,
+    precision, division, scope (how much of the question was run), plan (of several devices only)
+    and kinds of device, from the first of its records.
 
     `engine` and `plan` say whether these are included.
     """
+    record = records[0]
     case = record.case
     plan_texts = (
         [f"{record.plan.config} {format_parallel_plan(record)}"]
         if plan and record.plan.world > 1
         else []
     )
-    parts = [format_engine(record, say)] if engine else []
+    parts = [format_engine(records, say)] if engine else []
     parts += [case.precision, case.division, format_scope(record, say), *plan_texts]
     devices = ", ".join(list_device_names(record)) or UNKNOWN
     return " · ".join([*parts, mark_package(devices, record, "accelerator", say)])
@@ -246,7 +249,7 @@ def _format_scaling_title(group: ScalingGroup, groups: list[ScalingGroup], say: 
         key for key in tunes[0] if any(tune[key] != settings_of_group[key] for tune in tunes)
     ]
     settings = [f"{key}={format_setting(settings_of_group[key], depth=1)}" for key in differing]
-    return " · ".join([_format_common(record, say, plan=False), *settings])
+    return " · ".join([_format_common(group.records, say, plan=False), *settings])
 
 
 def _scaling_elements(
@@ -451,7 +454,7 @@ def _engines_elements(
 REPEATS = GroupKind[RepeatGroup](
     "repeats",
     repeat_groups.find_repeat_groups,
-    lambda group, _, say: _format_common(group.records[0], say),
+    lambda group, _, say: _format_common(group.records, say),
     _repeats_elements,
 )
 SCALING = GroupKind[ScalingGroup](
@@ -460,6 +463,6 @@ SCALING = GroupKind[ScalingGroup](
 ENGINES = GroupKind[EngineGroup](
     "engines",
     engine_groups.find_engine_groups,
-    lambda group, _, say: _format_common(group.records[0], say, engine=False),
+    lambda group, _, say: _format_common(group.records, say, engine=False),
     _engines_elements,
 )

@@ -26,7 +26,7 @@ from steelyard.report.document import (
     build_table,
 )
 from steelyard.report.marks import append_package, mark_engine
-from steelyard.report.numbered_runs import STATUS_TONE, make_estimate_cell
+from steelyard.report.numbered_runs import STATUS_TONE, make_estimate_cell, make_ratio_cell
 from steelyard.report.numbers import UNKNOWN, format_count, format_number, format_setting
 from steelyard.words import PageWords
 
@@ -162,12 +162,12 @@ def _trend_table(trend: Trend, say: PageWords) -> Table:
         ),
         ColumnSpec(
             say("history.first"),
-            lambda point: make_estimate_cell(point.to_first),
+            lambda point: make_ratio_cell(point.to_first, say),
             right=True,
             priority=3,
         ),
         ColumnSpec(
-            say("history.before"), lambda point: make_estimate_cell(point.to_previous), right=True
+            say("history.before"), lambda point: make_ratio_cell(point.to_previous, say), right=True
         ),
         ColumnSpec(
             say("history.quality"),

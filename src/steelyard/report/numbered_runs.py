@@ -56,15 +56,16 @@ class NumberedRun:
         """Return the run's number as pages show it, such as `#3`."""
         return f"#{self.number}"
 
-    def format_title(self, say: PageWords) -> str:
+    def format_title(self, say: PageWords, repeats: Sequence[Record] = ()) -> str:
         """Return the run's title: label, accelerator, engine, precision and division, and the plan
-        if there are several devices, joined by ` · `.
+        if there are several devices, joined by ` · `. The engine has the worst mark of this run and
+        its `repeats`.
         """
         case = self.record.case
         plan = self.record.plan
         plan_text = f" · {plan.config} {plan}" if plan.world > 1 else ""
         accelerator = format_accelerator(self.record, say)
-        engine = format_engine(self.record, say)
+        engine = format_engine([self.record, *repeats], say)
         return (
             f"{self.label} {accelerator} · {engine} · {case.precision} · {case.division}{plan_text}"
         )
@@ -150,11 +151,10 @@ def format_run_numbers(runs: Iterable[NumberedRun]) -> str:
 
 
 def select_averaged(records: Sequence[Record]) -> Sequence[Record]:
-    """Return those of some repeats whose values a row of means shows: the runs that prove a rate
-    (`select_proven`); if there are none, those that finished; if none did, all.
+    """Return those of some repeats whose values a row of means shows (`standing.select_shown`); all
+    if none finished.
     """
-    finished = [record for record in records if record.status != "failed"]
-    return standing.select_proven(records) or finished or records
+    return standing.select_shown(records) or records
 
 
 def average_metric(records: Sequence[Record], name: str) -> Value | None:
@@ -193,12 +193,13 @@ def find_status_tone(record: Record) -> Tone:
     return STATUS_TONE[standing.find_status(record)]
 
 
-def format_scope(record: Record, say: PageWords) -> str:
+def format_scope(record: Record, say: PageWords, brief: bool = False) -> str:
     """Return how much of the question was run: "whole" (stored as `full`, which is also a size), or
     "window" with its sizes (selected rows, sample, subjects, steps), or UNKNOWN in their place. For
     a resumed run, the steps from which it resumed are added.
 
-    More than MAX_SUBJECTS subjects are counted, not named.
+    More than MAX_SUBJECTS subjects are counted, not named. `brief`: a window is named by its sizes
+    alone.
     """
     extent = record.scope
     subjects_code = (
@@ -214,7 +215,8 @@ def format_scope(record: Record, say: PageWords) -> str:
     sizes_text = (
         say("comma").join(say(key, str(size)) for key, size in sizes if size is not None) or UNKNOWN
     )
-    scope_text = say("whole") if record.scope.kind == "full" else say("window", sizes_text)
+    window_text = sizes_text if brief else say("window", sizes_text)
+    scope_text = say("whole") if record.scope.kind == "full" else window_text
     resumed = [say("resumed", str(restart.step)) for restart in record.restarts]
     return say("comma").join([scope_text, *resumed])
 

@@ -285,7 +285,7 @@ def _summary_paragraph(cases: dict[CaseName, list[NumberedRun]], say: PageWords)
     ]
     sentences += [
         *_omitted_sentences(rows_by_case, chosen, say),
-        *_status_sentences(records, say),
+        *_status_sentences(rows_by_case, records, say),
     ]
     return Paragraph(say("gap").join(sentences), "lead")
 
@@ -399,11 +399,14 @@ def _accelerator_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
 def _pair_sentence(pair: AcceleratorRatio, case: CaseName, say: PageWords) -> str:
     """Return a sentence with the ratio of two accelerators' rates per device, the faster over the
     slower, on a case in one precision and division, what each rate rests on, and whether the ratio
-    was tested, with its 95 % interval if it was.
+    was tested, with its 95 % interval if it was. Engines are named, with their marks.
     """
     case_facts = pair.top.first_record.case
     settings = [case_facts.precision, case_facts.division]
-    evidence = [_list_evidence(row, say) for row in (pair.top, pair.base)]
+    evidence = [
+        [format_engine(row.records, say), *_list_evidence(row, say)]
+        for row in (pair.top, pair.base)
+    ]
     names = [
         mark_package(row.accelerator, row.first_record, "accelerator", say)
         for row in (pair.top, pair.base)
@@ -441,13 +444,18 @@ def _omitted_sentences(rows_by_case: RowsByCase, chosen: RowsByCase, say: PageWo
     return [*out, say("summary.apart", format_run_count(others, say))] if others else out
 
 
-def _status_sentences(records: list[Record], say: PageWords) -> list[str]:
-    """Return a sentence that all runs are valid; or one that counts those that are unproven, and
-    one that counts the others that are not valid by their first reason (by status if they have
-    none), most frequent first, each only if there are any.
+def _status_sentences(rows_by_case: RowsByCase, records: list[Record], say: PageWords) -> list[str]:
+    """Return a sentence that all runs are valid; or one that counts those that are unproven, alone
+    and with their repeats, and one that counts the others that are not valid by their first reason
+    (by status if they have none), most frequent first, each only if there are any.
     """
     statuses = [standing.find_status(record) for record in records]
-    unproven = statuses.count("unproven")
+    unproven = sum(
+        standing.find_status(record) == "unproven"
+        for rows in rows_by_case.values()
+        for row in rows
+        for record in standing.select_not_proven(row.records)
+    )
     not_valid = [
         record
         for record, status in zip(records, statuses, strict=True)
@@ -455,7 +463,7 @@ def _status_sentences(records: list[Record], say: PageWords) -> list[str]:
     ]
     out = [say("summary.too_short", format_run_count(unproven, say))] if unproven else []
     if not not_valid:
-        return out or [say("summary.all_valid")]
+        return out or ([say("summary.all_valid")] if "unproven" not in statuses else [])
     counts = Counter(
         record.reasons[0].code if record.reasons else record.status for record in not_valid
     )

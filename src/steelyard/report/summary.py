@@ -12,7 +12,6 @@ from steelyard.case.resolve import list_changed_keys
 from steelyard.metrics import shipped_cases, standing
 from steelyard.metrics.estimates import (
     Estimate,
-    average_known_runs,
     choose_quality_metric,
     estimate_rate,
     list_device_names,
@@ -80,9 +79,10 @@ class SummaryRow:
     @property
     def rate(self) -> Estimate | None:
         """Return the mean rate of this row's runs, work of all devices per second of wall time,
-        with its interval: of several runs from the spread between them. None if it is unknown.
+        with its interval: of several runs that prove it from the spread between them. None if it is
+        unknown.
         """
-        return average_known_runs(map(estimate_rate, self.averaged))[0]
+        return standing.average_shown(self.averaged, estimate_rate)
 
     def get_mean(self, name: str) -> Value | None:
         """Return the mean of a metric over this row's runs; None if none has it."""
@@ -170,10 +170,15 @@ def build_brief_page(records: list[Record], lang: Lang = "en") -> Page:
 
 
 def _make_question_column(
-    title: str, format_cell: Callable[[Record], str], priority: Priority = 1
+    title: str,
+    format_cell: Callable[[Record], Cell | str],
+    priority: Priority = 1,
+    second_title: str = "",
 ) -> ColumnSpec[SummaryRow]:
     """Return a column of what was asked, which the first record of a row tells."""
-    return ColumnSpec(title, lambda row: format_cell(row.first_record), priority=priority)
+    return ColumnSpec(
+        title, lambda row: format_cell(row.first_record), second_title, priority=priority
+    )
 
 
 def _status_column(say: PageWords) -> ColumnSpec[SummaryRow]:
@@ -182,8 +187,13 @@ def _status_column(say: PageWords) -> ColumnSpec[SummaryRow]:
 
 
 def _run_count_column(say: PageWords) -> ColumnSpec[SummaryRow]:
-    """Return the column of the number of runs in each row."""
-    return ColumnSpec(say("repeats.runs"), lambda row: format_count(len(row.records)), right=True)
+    """Return the column of the number of runs in each row; the rows' names show it too."""
+    return ColumnSpec(
+        say("repeats.runs"),
+        lambda row: format_count(len(row.records)),
+        right=True,
+        priority=2,
+    )
 
 
 def _question_columns(records: list[Record], say: PageWords, brief: bool = False) -> RowColumns:
@@ -192,33 +202,39 @@ def _question_columns(records: list[Record], say: PageWords, brief: bool = False
 
     Plan is shown if a run has several devices, scope if one is a window or was resumed. Where the
     records differ in division there is no column for it: the case's name carries it, or on a brief
-    page the precision. A brief page has the size in its heading and always a column of plans.
+    page the precision. A brief page has the size in its heading, always a column of plans, and
+    scopes that differ below the precision, where they fit into any width.
     """
     with_plan = brief or any(record.plan.world > 1 for record in records)
     with_scope = any(record.scope.kind == "window" or record.restarts for record in records)
     several_divisions = _has_several_divisions(records)
     mark_division = brief and several_divisions
+    scope_below = brief and len({format_scope(record, say) for record in records}) > 1
+
+    def precision_cell(record: Record) -> Cell | str:
+        """Return a run's precision, with what stands behind and below it on a brief page."""
+        text = record.case.precision
+        text = _append_division(record, text) if mark_division else text
+        return Cell(text, format_scope(record, say, brief=True)) if scope_below else text
+
     columns: tuple[tuple[bool, ColumnSpec[SummaryRow]], ...] = (
         (not brief, _make_question_column(say("size"), lambda item: item.case.size, 3)),
         (
             not several_divisions,
             _make_question_column(say("division"), lambda item: item.case.division),
         ),
-        (True, _make_question_column(say("engine"), lambda item: format_engine(item, say))),
+        (True, ColumnSpec(say("engine"), lambda row: format_engine(row.records, say))),
         (with_plan, _make_question_column(say("terminal.plan"), _format_plan)),
         (
             True,
             _make_question_column(
                 say("precision"),
-                lambda item: (
-                    _append_division(item, item.case.precision)
-                    if mark_division
-                    else item.case.precision
-                ),
+                precision_cell,
+                second_title=say("terminal.scope") if scope_below else "",
             ),
         ),
         (
-            with_scope,
+            with_scope and not scope_below,
             _make_question_column(say("terminal.scope"), lambda item: format_scope(item, say), 3),
         ),
     )
@@ -472,14 +488,12 @@ def _format_quality(row: SummaryRow, common_metric: str) -> str:
     UNKNOWN if it has none. If `common_metric` is empty, the metric's name up to its first `_`
     precedes it, such as `loss`.
 
-    A `*` at the end marks the case's quality if it was not evaluated in every run.
+    A `*` at the end marks a quality that was not evaluated in every run.
     """
     name = choose_quality_metric(row.averaged)
     text = format_metric(name, row.get_mean(name))
     if text == UNKNOWN:
         return text
-    unevaluated = name == row.first_record.quality.metric and not all(
-        record.quality.evaluated for record in row.averaged
-    )
+    unevaluated = not all(record.quality.evaluated for record in row.averaged)
     labelled = text if common_metric else f"{name.partition('_')[0]} {text}"
     return labelled + UNEVALUATED_MARK if unevaluated else labelled

@@ -10,6 +10,7 @@ from steelyard import words
 from steelyard.metrics.ratio import MIN_RUNS
 from steelyard.metrics.verdict import AnswerDeviation, Contender, Verdict
 from steelyard.report.document import Lang, Page, Paragraph
+from steelyard.report.marks import mark_engine
 from steelyard.report.numbers import UNKNOWN, format_count, format_interval, format_number
 from steelyard.words import PageWords
 
@@ -46,7 +47,7 @@ def format_verdict(verdict: Verdict, say: PageWords, with_case: bool = False) ->
 
 def _format_outcome(verdict: Verdict, say: PageWords) -> str:
     """Return the part of the sentence that names the fastest, or says why none is named."""
-    names = [contender.name for contender in (*verdict.ranked, *verdict.others)]
+    names = [_format_name(contender, say) for contender in (*verdict.ranked, *verdict.others)]
     if verdict.ratio is None:
         rate = _format_rate(verdict.ranked[0]) if verdict.ranked else UNKNOWN
         unit = words.translate_unit(verdict.unit, say.lang)
@@ -54,10 +55,18 @@ def _format_outcome(verdict: Verdict, say: PageWords) -> str:
         return say(f"verdict.{verdict.code}", subject, rate, unit)
     best, second = verdict.ranked[:2]
     if verdict.code != "significant" and _format_rate(best) == _format_rate(second):
-        return say("verdict.equal", best.name, second.name, _format_test(verdict, say))
+        return say("verdict.equal", *names[:2], _format_test(verdict, say))
     value = format_number("number", verdict.ratio.value)
     test = _format_test(verdict, say)
-    return say(f"verdict.{verdict.code}", best.name, value, second.name, test)
+    return say(f"verdict.{verdict.code}", names[0], value, names[1], test)
+
+
+def _format_name(contender: Contender, say: PageWords) -> str:
+    """Return the name of a contender: of an engine with its mark, if it is not ours; of a point of
+    a sweep as it is, since all points have one engine, which the table above marks.
+    """
+    is_engine = contender.name == contender.records[0].engine.name
+    return mark_engine(contender.name, contender.mark, say) if is_engine else contender.name
 
 
 def _format_rate(contender: Contender) -> str:
@@ -91,7 +100,11 @@ def _format_deviation(deviation: AnswerDeviation, say: PageWords) -> str:
 
 
 def _format_uncounted(contender: Contender, say: PageWords) -> str:
-    """Return the name of a contender without a proven rate, with its status and reasons."""
+    """Return the name of a contender without a rate that counts: with its mark alone if its engine
+    does not conform, else with its status and reasons.
+    """
+    if contender.mark == "nonconforming":
+        return _format_name(contender, say)
     codes = say("comma").join(contender.reason_codes)
     status = say("colon").join(filter(None, (say(contender.status), codes)))
-    return say("summary.with", contender.name, status)
+    return say("summary.with", _format_name(contender, say), status)

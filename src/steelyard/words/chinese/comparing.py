@@ -16,7 +16,7 @@ TEXTS: dict[str, str] = {
     "summary.ran": "{0}，{1}，运行于 {2}。",
     "summary.cases": "{0} 个用例",
     "summary.case": "1 个用例",
-    "summary.best": "各用例最佳有效结果（单卡）：{0}。",
+    "summary.best": "各用例最佳已证实结果（单卡）：{0}。",
     "summary.of": "{0}：{1}",
     "summary.rate": "{0} {1}",
     "summary.at": "{0}、MFU {1}",
@@ -37,7 +37,7 @@ TEXTS: dict[str, str] = {
     "summary.smoke": "其中 smoke 规模 {0}，仅验证用例可运行，不反映硬件性能。",
     "summary.apart": "题目有改动或属旧版的 {0}，单独列出。",
     "summary.all_valid": "所有运行均有效。",
-    "summary.too_short": "未证实 {0}：步数太少，吞吐量没有区间。",
+    "summary.too_short": "未证实 {0}：步数太少，吞吐量没有区间，也没有三次一致的重复运行。",
     "summary.not_valid": "无效 {0}：{1}。",
     "summary.code": "{1}（{0}）",
     "semicolon": "；",
@@ -69,7 +69,7 @@ TEXTS: dict[str, str] = {
     "side.scope": "范围",
     "side.energy": "能耗",
     "side.joules": "J/token",
-    "side.partly": "{1} 次中 {0} 次有效",
+    "side.partly": "{1} 次中计入 {0} 次",
     "side.by_repeats": "由 {0} 次重复证实",
     "side.formulas": "公式版本 {0}",
     "side.default": "默认",
@@ -80,10 +80,11 @@ TEXTS: dict[str, str] = {
     "side.mem": "mem",
     "side.comparison": "对比",
     "side.note": (
-        "含多次运行的行为其有效运行的平均值；吞吐量下方为 95 % 区间。改动的设置：与用例自身取值不"
-        "同的项。/ 表示未知，原因见运行明细。"
+        "含多次运行的行为计入的运行的平均值：有效运行，以及满三次时的未证实运行；吞吐量下方为"
+        " 95 % 区间。改动的设置：与用例自身取值不同的项。公式版本：早于此处最新版的指标公式。/ 表示"
+        "未知，原因见运行明细。"
     ),
-    "side.means": "含多次运行的行为其有效运行的平均值。",
+    "side.means": "含多次运行的行为计入的运行的平均值。",
     "side.published": "[1]–[{0}] 为公开值，非本机测得；来源与全部数值见“全部数值”。",
     "side.published.one": "[1] 为公开值，非本机测得；来源与全部数值见“全部数值”。",
     "side.all": "全部数值、公开值与各口径 MFU",
@@ -120,10 +121,10 @@ TEXTS: dict[str, str] = {
     "compare.base": "基准",
     "compare.new": "新",
     "compare.side": "一方",
-    "compare.runs": "有效运行次数",
+    "compare.runs": "计入的运行次数",
     "compare.rate": "吞吐量",
     "compare.records": "记录",
-    "compare.left_out": "无效，不计入平均：{0}。",
+    "compare.left_out": "未计入平均：{0}。",
     "compare.left_out.one": "{1} 的 {0}（{2}）",
     "compare.shared": "有 {0} 条记录同时属于双方。",
     "compare.interval": "{0}，95 % 区间 {1}",
@@ -131,10 +132,10 @@ TEXTS: dict[str, str] = {
     "compare.slower": "更慢：显著",
     "compare.below threshold": "显著，但低于阈值 {0}",
     "compare.not significant": "不显著",
-    "compare.not tested": "未检验：每一方需至少两次有效且有差异的运行（--repeat）",
+    "compare.not tested": "未检验：每一方需至少两次计入且有差异的运行（--repeat）",
     "compare.no rate": "无法得出比值：{0}",
     "compare.no_valid_run": "{0} 没有有效运行",
-    "compare.unproven": "{0} 的吞吐量未证实；请增加步数，或至少重复三次",
+    "compare.unproven": "{0} 的吞吐量未证实；请增加步数，或重复三次且结果一致",
     "compare.no_rate": "{0} 没有吞吐量",
     "compare.different_work": "吞吐量的计数单位不同：{0} 与 {1}",
     "compare.across": "题目不同之处",
@@ -157,11 +158,12 @@ TEXTS: dict[str, str] = {
     "compare.equal": "所示位数内相同；{0}",
     "compare.equal.count": "在所示位数内相同的其他指标：{0} 项。",
     "compare.none": "没有指标不同。",
+    "compare.uncounted": "未对比指标：{0} 没有计入的运行。",
     "compare.differs": "其他不同之处",
     "compare.differs.none": "没有其他不同。",
     "compare.field": "字段",
     "compare.note": (
-        "吞吐量：全部设备的工作量除以总时间，取有效运行的平均；数字下方为其 95 % 区间。比值为几何"
+        "吞吐量：全部设备的工作量除以总时间，取计入的运行的平均；数字下方为其 95 % 区间。比值为几何"
         "平均之比，以对数值的 Welch t 检验判断；只有显著的变化才称变好或变差。相同：在所示位数内"
         "相同。表中每行单独检验：二十项未变的指标中，约有一项会偶然被判为显著。阶段：最慢进程，"
         "时间范围与吞吐量相同；other 为不属于任何阶段的时间。"
@@ -190,7 +192,7 @@ TEXTS: dict[str, str] = {
     "history.when": "首次运行",
     "history.revision": "修订",
     "history.dirty": "含本地改动",
-    "history.runs": "有效运行次数",
+    "history.runs": "计入的运行次数",
     "history.rate": "吞吐量",
     "history.first": "相对首次",
     "history.before": "相对上次",
@@ -200,7 +202,7 @@ TEXTS: dict[str, str] = {
     "history.good": "没有异常记录。",
     "history.slower": "其吞吐量为此前最佳（{1}）的 {0}，{2}",
     "history.significant": "显著",
-    "history.apart": "未检验，在双方区间之外",
+    "history.apart": "未检验；双方区间不相交，请双方都重复运行",
     "history.status.bad": "{0}：{1}",
     "history.wrong": "未通过验证、未计入的记录",
     "history.record": "记录",
@@ -209,9 +211,9 @@ TEXTS: dict[str, str] = {
     "history.x": "时间顺序",
     "history.note": (
         "每行为一次运行，或其连续的重复运行（设置、软件、机器、权重与修订均相同）。异常：首条无效"
-        "或失败的记录，或吞吐量比此前最佳低 {0} 以上的首条记录；双方均有两次以上有效运行时须显著"
-        "（对数值的 Welch t 检验），否则须区间互不相交。被人为终止的运行（interrupted、cancelled、"
-        "unfinished）与未证实的运行不算异常。"
+        "或失败的记录，或吞吐量比此前最佳低 {0} 以上的首条记录；双方均有两次以上计入的运行时须显"
+        "著（对数值的 Welch t 检验），否则须区间互不相交（仅为提示，并非检验）。被人为终止的运行"
+        "（interrupted、cancelled、unfinished）与未证实的运行不算异常。"
     ),
     "explain": "为何不能更快",
     "explain.part": "单步的组成",

@@ -83,7 +83,7 @@ TEXTS: dict[str, str] = {
         "{border} was at {told:.3f} s by the rank's clock, and at {seen:.3f} s by the node agent's;"
         " they may differ by {most:.3f} s"
     ),
-    "border.begin": "the begin of {pass} on rank {rank}",
+    "border.begin": "the start of {pass} on rank {rank}",
     "border.end": "the end of {pass} on rank {rank}",
     "at.rank": "rank {rank}",
     "at.pass": "{pass} on rank {rank}",

@@ -16,7 +16,7 @@ TEXTS: dict[str, str] = {
     "summary.ran": "{0} of {1} on {2}.",
     "summary.cases": "{0} cases",
     "summary.case": "1 case",
-    "summary.best": "Best valid results, each per device: {0}.",
+    "summary.best": "Best proven results, each per device: {0}.",
     "summary.of": "{0}: {1}",
     "summary.rate": "{0} {1}",
     "summary.at": "{0} at {1} MFU",
@@ -41,7 +41,9 @@ TEXTS: dict[str, str] = {
     ),
     "summary.apart": "{0} of a changed or an earlier question are listed apart.",
     "summary.all_valid": "All runs are valid.",
-    "summary.too_short": "Unproven, {0}: too few steps for an interval of the rate.",
+    "summary.too_short": (
+        "Unproven, {0}: too few steps for an interval of the rate, and no three repeats that agree."
+    ),
     "summary.not_valid": "Not valid, {0}: {1}.",
     "summary.code": "{1} ({0})",
     "semicolon": "; ",
@@ -73,7 +75,7 @@ TEXTS: dict[str, str] = {
     "side.scope": "scope",
     "side.energy": "energy",
     "side.joules": "J per token",
-    "side.partly": "{0} of {1} valid",
+    "side.partly": "{0} of {1} count",
     "side.by_repeats": "proven by {0} repeats",
     "side.formulas": "formulas {0}",
     "side.default": "default",
@@ -84,11 +86,12 @@ TEXTS: dict[str, str] = {
     "side.mem": "mem",
     "side.comparison": "Comparison",
     "side.note": (
-        "A row with several runs shows the mean of its valid runs; below a rate: its 95 % "
-        "interval. Settings changed: values that differ from the case's own. / unknown: the run'"
-        "s details say why."
+        "A row with several runs shows the mean of the runs that count: valid ones and, if these "
+        "are at least three together, unproven ones; below a rate: its 95 % interval. Settings "
+        "changed: values that differ from the case's own. Formulas: a version of the metric "
+        "formulas before the newest here. / unknown: the run's details say why."
     ),
-    "side.means": "A row with several runs shows the means of its valid runs.",
+    "side.means": "A row with several runs shows the means of the runs that count.",
     "side.published": (
         'Published, not measured here: [1]–[{0}]; sources and all their values are under "All'
         ' values".'
@@ -142,10 +145,10 @@ TEXTS: dict[str, str] = {
     "compare.base": "base",
     "compare.new": "new",
     "compare.side": "side",
-    "compare.runs": "valid runs",
+    "compare.runs": "runs that count",
     "compare.rate": "rate",
     "compare.records": "records",
-    "compare.left_out": "Not valid, and in no mean: {0}.",
+    "compare.left_out": "Not counted, and in no mean: {0}.",
     "compare.left_out.one": "{0} of {1} ({2})",
     "compare.shared": "{0} record(s) stand on both sides.",
     "compare.interval": "{0}, 95 % interval {1}",
@@ -154,11 +157,11 @@ TEXTS: dict[str, str] = {
     "compare.below threshold": "significant, but below the threshold of {0}",
     "compare.not significant": "not significant",
     "compare.not tested": (
-        "not tested: that takes two valid runs a side, and runs that differ (--repeat)"
+        "not tested: that takes two runs a side that count, and that differ (--repeat)"
     ),
     "compare.no rate": "no ratio: {0}",
     "compare.no_valid_run": "{0} has no valid run",
-    "compare.unproven": "the rate of {0} is unproven; run more steps, or at least three repeats",
+    "compare.unproven": "the rate of {0} is unproven; run more steps, or three repeats that agree",
     "compare.no_rate": "{0} has no rate",
     "compare.different_work": "the rates count different work: {0} and {1}",
     "compare.across": "Questions differ in",
@@ -181,12 +184,13 @@ TEXTS: dict[str, str] = {
     "compare.equal": "equal in the digits shown; {0}",
     "compare.equal.count": "Other metrics that are equal in the digits shown: {0}.",
     "compare.none": "No metric differs.",
+    "compare.uncounted": "Metrics are not compared: {0} has no run that counts.",
     "compare.differs": "What else differs",
     "compare.differs.none": "Nothing else differs.",
     "compare.field": "field",
     "compare.note": (
-        "Rate: work of all devices over wall time, the mean over valid runs; below a number its "
-        "95 % interval. The ratio is that of the geometric means, tested with Welch's t on "
+        "Rate: work of all devices over wall time, the mean over runs that count; below a number "
+        "its 95 % interval. The ratio is that of the geometric means, tested with Welch's t on "
         "logarithms; better or worse is only what is significant. Equal: the same in the digits "
         "shown. Every line of a table is tested by itself: of twenty that did not change, one is "
         "called significant by chance. Phases: of the slowest rank, over the span of the rate; "
@@ -194,7 +198,7 @@ TEXTS: dict[str, str] = {
     ),
     "verdict": "Verdict: {0}.",
     "verdict.on": "Verdict on {0}: {1}.",
-    "verdict.significant": "{0} is the fastest: {1} times {2} (significant, {3})",
+    "verdict.significant": "{0} is the fastest: {1} times the rate of {2} (significant, {3})",
     "verdict.not significant": (
         "{0} has the highest rate, {1} times that of {2}, which is not significant ({3})"
     ),
@@ -221,12 +225,12 @@ TEXTS: dict[str, str] = {
     "verdict.deviations": (
         "the answers differ by more than arithmetic explains ({0}), so the rates mean little: {1}"
     ),
-    "verdict.deviation": "{0}: {1} {3} from that of {2}, {4} allowed",
+    "verdict.deviation": "{0}: {1} differ from {2}'s by {3}; {4} is allowed",
     "history": "History",
     "history.when": "first run",
     "history.revision": "revision",
     "history.dirty": "with local changes",
-    "history.runs": "valid runs",
+    "history.runs": "runs that count",
     "history.rate": "rate",
     "history.first": "of the first",
     "history.before": "of the one before",
@@ -236,7 +240,7 @@ TEXTS: dict[str, str] = {
     "history.good": "No bad record.",
     "history.slower": "its rate is {0} of the best before it ({1}), {2}",
     "history.significant": "significant",
-    "history.apart": "not tested, outside both intervals",
+    "history.apart": "not tested; their intervals do not overlap, so repeat both",
     "history.status.bad": "{0}: {1}",
     "history.wrong": "Records that do not verify, and are left out",
     "history.record": "record",
@@ -246,8 +250,9 @@ TEXTS: dict[str, str] = {
     "history.note": (
         "A row is a run, or consecutive repeats of it: same tune, software, machine, weights and "
         "revision. Bad is the first record that is invalid or failed, or whose rate is below the "
-        "best before it by more than {0}: for sure where both have two valid runs or more "
-        "(Welch's t on logarithms), else with intervals that do not meet. Runs that somebody "
+        "best before it by more than {0}: significantly, if both have two runs or more that count "
+        "(Welch's t on logarithms), else with intervals that do not overlap, which is a hint and "
+        "no test. Runs that somebody "
         "ended (interrupted, cancelled, unfinished) and unproven runs are not bad."
     ),
     "explain": "Why it is not higher",

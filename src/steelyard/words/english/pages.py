@@ -120,13 +120,13 @@ TEXTS: dict[str, str] = {
     "scaling.base": "base",
     "scaling.note": (
         "Config: nodes x devices. Rate: work of all devices over wall time, the mean over runs. "
-        "Efficiency: speed-up over the ratio of devices. Below a number: its 95 % interval; "
-        "errors of different runs are taken as independent."
+        "Speed-up: the ratio of geometric means. Efficiency: speed-up over the ratio of devices. "
+        "Below a number: its 95 % interval; a ratio is tested if both plans have two runs or more."
     ),
     "engines": "Engines",
     "engines.engine": "engine",
     "engines.runs": "runs",
-    "engines.runs.invalid": "{0} not valid",
+    "engines.runs.invalid": "{0} not counted",
     "engines.other": "other answers",
     "engines.other.of": "{0} of {1}",
     "engines.tokens": "other likeliest tokens",
@@ -147,13 +147,14 @@ TEXTS: dict[str, str] = {
     ),
     "engines.without": "No finished run: {0}.",
     "engines.note": (
-        "Runs that differ in the engine alone. Differences are those from the first run of the "
-        "base, the largest of all runs and steps; those of the base itself are its other runs'. "
+        "Runs that were asked the same with different engines; the version of the program and the "
+        "card may differ (see Runs). Differences are those from the first run of the base, the "
+        "largest of all runs and steps; those of the base itself are its other runs'. "
         "Other answers: items that were answered otherwise. Other likeliest tokens: items whose "
         "argmax over the whole vocabulary is another. Largest difference: of the number that is "
         "kept of each item (a passage's loss per token). Rate: work of all devices over wall time"
-        ", the mean over valid runs; below a number its 95 % interval. Of an engine without a "
-        "valid run it is grey, with the reasons, and not compared."
+        ", the mean over runs that count; below a number its 95 % interval. Of an engine without "
+        "one it is grey, with the reasons, and not compared."
     ),
     "repeats": "Repeats",
     "repeats.metric": "metric",
@@ -165,9 +166,9 @@ TEXTS: dict[str, str] = {
     "repeats.deviation": "spread",
     "repeats.lowest": "lowest",
     "repeats.highest": "highest",
-    "repeats.not_valid": "{0} not valid",
+    "repeats.not_valid": "{0} not counted",
     "repeats.interval_only": "{0} for its interval alone",
-    "repeats.without": "Not valid, and not in these numbers: {0}.",
+    "repeats.without": "Not counted: {0}.",
     "repeats.note": (
         "Valid runs that were asked the same, each in fresh processes; from three runs on, also "
         "unproven ones. Spread: standard deviation between runs over the mean. The interval of "
@@ -305,8 +306,9 @@ TEXTS: dict[str, str] = {
         " page.html writes a page."
     ),
     "terminal.repeats": (
-        "A row with several runs shows the means of those that count, and ± from the spread between"
-        " them."
+        "A row with several runs shows the means of those that count (if none does, of the "
+        "unproven or else the finished ones); ± is from the spread between them, or from the steps "
+        "of a single one."
     ),
     "terminal.interval": (
         "rate: all devices together. ±: half of its 95 % interval. /: unknown, --full says why."
