@@ -315,57 +315,67 @@ def _best_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
     device in each division (`find_best_rows`), if there is any, then a sentence for each case
     without one.
 
-    The accelerator is named if the cases ran on several.
+    The accelerator is named if the cases ran on several; what all results share is named once.
     """
     name_accelerator = len({row.accelerator for rows in chosen.values() for row in rows}) > 1
-    results, without_result = [], []
-    for case, rows in chosen.items():
-        best = overview.find_best_rows(rows)
-        if best:
-            results.append(
-                say(
-                    "summary.of",
-                    case[0],
-                    say("summary.and").join(
-                        _format_result(row, name_accelerator, say) for row in best
-                    ),
-                )
-            )
-        else:
-            is_unproven = any(row.status == "unproven" for row in rows)
-            without_result.append(
-                say("summary.unproven" if is_unproven else "summary.none", case[0])
-            )
-    out = [say("summary.best", say("semicolon").join(results))] if results else []
-    return [*out, *without_result]
+    best_rows = {case: overview.find_best_rows(rows) for case, rows in chosen.items()}
+    facts = {
+        id(row): _list_facts(row, name_accelerator, say)
+        for rows in best_rows.values()
+        for row in rows
+    }
+    shared = [
+        values[0]
+        for values in zip(*facts.values(), strict=True)
+        if len(facts) > 1 and len(set(values)) == 1
+    ]
+    results = [
+        say(
+            "summary.of",
+            case[0],
+            say("summary.and").join(
+                _format_result(row, [fact for fact in facts[id(row)] if fact not in shared], say)
+                for row in rows
+            ),
+        )
+        for case, rows in best_rows.items()
+        if rows
+    ]
+    out = []
+    if results:
+        listed = say("semicolon").join(results)
+        common = say("comma").join(shared)
+        out = [say("summary.best.all" if shared else "summary.best", listed, common)]
+    for case, rows in best_rows.items():
+        if not rows:
+            is_unproven = any(row.status == "unproven" for row in chosen[case])
+            out.append(say("summary.unproven" if is_unproven else "summary.none", case[0]))
+    return out
 
 
-def _format_result(row: OverviewRow, name_accelerator: bool, say: PageWords) -> str:
-    """Return the rate per device with its MFU, if known, then in parentheses engine, precision,
-    division, and what the number rests on (`_list_evidence`); also the accelerator if
-    `name_accelerator`.
+def _list_facts(row: OverviewRow, name_accelerator: bool, say: PageWords) -> list[str]:
+    """Return how a result was reached: the accelerator if `name_accelerator`, engine, precision,
+    division, and what the number rests on (`_list_evidence`).
     """
     case = row.first_record.case
+    return [
+        *([format_accelerator(row.first_record, say)] if name_accelerator else []),
+        format_engine(row.records, say),
+        case.precision,
+        case.division,
+        *_list_evidence(row, say),
+    ]
+
+
+def _format_result(row: OverviewRow, facts: list[str], say: PageWords) -> str:
+    """Return the rate per device with its MFU, if known, then in parentheses these facts."""
     unit_text = words.translate_unit(rates.work_unit(row.first_record), say.lang)
     rate = say(
         "summary.rate", format_number("number", row.rate.value if row.rate else None), unit_text
     )
     if row.mfu is not None:
         rate = say("summary.at", rate, format_number("percent", row.mfu.value))
-    accelerators = [format_accelerator(row.first_record, say)] if name_accelerator else []
-    return say(
-        "summary.with",
-        rate,
-        say("comma").join(
-            [
-                *accelerators,
-                format_engine(row.records, say),
-                case.precision,
-                case.division,
-                *_list_evidence(row, say),
-            ]
-        ),
-    )
+    return say("summary.with", rate, say("comma").join(facts)) if facts else rate
 
 
 def _list_evidence(row: OverviewRow, say: PageWords) -> list[str]:

@@ -17,6 +17,7 @@ TEXTS: dict[str, str] = {
     "summary.cases": "{0} cases",
     "summary.case": "1 case",
     "summary.best": "Best proven results, each per device: {0}.",
+    "summary.best.all": "Best proven results, each per device (all: {1}): {0}.",
     "summary.of": "{0}: {1}",
     "summary.rate": "{0} {1}",
     "summary.at": "{0} at {1} MFU",
@@ -41,9 +42,7 @@ TEXTS: dict[str, str] = {
     ),
     "summary.apart": "{0} of a changed or an earlier question are listed apart.",
     "summary.all_valid": "All runs are valid.",
-    "summary.too_short": (
-        "Unproven, {0}: too few steps for an interval of the rate, and no three repeats that agree."
-    ),
+    "summary.too_short": "Unproven, {0}: too few steps, and no three repeats that agree.",
     "summary.not_valid": "Not valid, {0}: {1}.",
     "summary.code": "{1} ({0})",
     "semicolon": "; ",
