@@ -33,7 +33,7 @@ class Picture:
 
 
 PICTURES = (
-    Picture("report.png", 1200, 1130, "light"),
+    Picture("report.png", 1200, 1060, "light"),
     Picture("report-dark.png", 1200, 1000, "dark", 2),
     Picture("report-phone.png", 400, 860, "light", 2),
 )
