@@ -112,7 +112,7 @@ def test_megatron_shards_train_as_the_folder_they_were_converted_from(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sharding", ["1", "3"])
+@pytest.mark.parametrize("sharding", [pytest.param("1", marks=pytest.mark.long), "3"])
 def test_transformers_over_two_devices_trains_as_on_one(shell: Shell, sharding: str) -> None:
     losses, details = [], []
     for devices in ("1", "2"):

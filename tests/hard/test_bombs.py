@@ -267,22 +267,22 @@ READ_CASE_IMPORTS = (
     "from steelyard.case import resolve\ndef read_case(path): return resolve.read_case(str(path))"
 )
 BOMBS = {
-    "17 MiB tar.gz": ("4.1 GiB", "from steelyard.tasks.mmlu import data", "data.read"),
+    "17 MiB tar.gz": ("4.1 GiB", "from steelyard.tasks.mmlu import data", "data.read_subjects"),
     "240 MiB JSON record": (
         "5.7 GiB, two minutes",
         "from steelyard.record import record",
-        "record.read",
+        "record.read_record",
     ),
     "200 MB record that repeats a rank's key": (
         "2.4 GiB",
         "from steelyard.record import record",
-        "record.read",
+        "record.read_record",
     ),
     "64 KB case file of one dotted key": ("4 GiB, 55 s", READ_CASE_IMPORTS, "read_case"),
     "pickle of 5 M opcodes": (
         "a minute",
         "from steelyard.weights import torch_files",
-        "torch_files.read",
+        "torch_files.read_torch_file",
     ),
 }
 

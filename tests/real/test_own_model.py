@@ -179,6 +179,7 @@ def test_smollm2_answers_mmlu_as_a_plain_loop(
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_smollm2_scores_lambada_as_a_plain_loop(
     smollm2: Path, data_dir: Path, tmp_path: Path
 ) -> None:

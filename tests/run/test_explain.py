@@ -84,7 +84,10 @@ def test_explain_is_refused_for_an_engine_without_a_profiler(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("case", "devices"), [(CASE, 1), (CORPUS, 2), ("glm-large-record", 1)])
+@pytest.mark.parametrize(
+    ("case", "devices"),
+    [(CASE, 1), (CORPUS, 2), pytest.param("glm-large-record", 1, marks=pytest.mark.long)],
+)
 def test_real_runs_write_a_profile_and_a_trace(case: str, devices: int, shell: Shell) -> None:
     options = ("--devices", str(devices), "--explain", "--trace", "--out", shell.out)
     result = shell("run", case, "--size", "smoke", "--accelerator", "cpu", *options)

@@ -278,6 +278,7 @@ def test_absent_accelerator_is_refused(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_smoke_with_an_engine_runs_the_divisions_that_it_has(tmp_path):
     command = [
         sys.executable,

@@ -288,6 +288,7 @@ def test_run_whose_parent_was_killed_resumes(shell: Shell, unbroken: dict[str, A
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_killed_run_resumes_with_another_plan(shell: Shell, unbroken: dict[str, Any]) -> None:
     """The checkpoint is written with TP2 and PP2 and loaded by four data-parallel replicas."""
     plan_options = ("--devices", "4", "--parallel", "TP2PP2", "--set=question.train.batch=8")
@@ -380,6 +381,7 @@ def test_truncated_checkpoint_is_passed_over(
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_run_killed_before_its_first_checkpoint_resumes_from_the_earlier_ones(
     shell: Shell, copy: Path, unbroken: dict[str, Any]
 ) -> None:

@@ -234,6 +234,7 @@ def test_run_of_two_subjects_records_only_their_answers(shell: Shell) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_named_rows_are_equal_across_engines_and_reruns(shell: Shell) -> None:
     (shell.folder / "ids").write_text("# mine\n7\n1-3\n")
     for engine in ("torch", "transformers"):

@@ -97,6 +97,7 @@ def test_other_failures_do_not_step_down(faulty: Shell) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_reproduced_run_uses_the_recorded_size(faulty: Shell) -> None:
     run_above_limit(faulty, "prepare", 32768)
     (path,) = faulty.out.glob("*.json")
@@ -118,6 +119,7 @@ def test_reproduced_run_uses_the_recorded_size(faulty: Shell) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_sweep_distinguishes_auto_from_its_number(faulty: Shell) -> None:
     sweep = (
         *SMOKE,

@@ -130,6 +130,7 @@ def test_division_open_computes_fewer_tokens_per_sample(reached: dict[str, dict[
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_two_devices_answer_like_one_before_training(
     shell: Shell, reached: dict[str, dict[str, Any]]
 ) -> None:
@@ -207,6 +208,7 @@ def test_a_resumed_run_has_the_losses_of_an_unbroken_one(
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_a_run_that_reached_its_target_cannot_be_resumed(shell: Shell) -> None:
     run_and_read_record(shell, *RUN, "--division", "open", "--checkpoint-every", "25")
     [path] = shell.out.glob("*.json")

@@ -401,7 +401,8 @@ print(highest - before)
 @pytest.mark.skipif(
     not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup"
 )
-@pytest.mark.parametrize("to, tp", [pytest.param("megatron", 4, marks=pytest.mark.long), ("hf", 1)])
+@pytest.mark.long
+@pytest.mark.parametrize(("to", "tp"), [("megatron", 4), ("hf", 1)])
 def test_a_conversion_needs_little_more_host_memory_than_its_largest_tensor(
     to: str, tp: int, tmp_path: Path
 ) -> None:
