@@ -78,11 +78,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=priority)
 
 
+# Folders and files whose tests of whole runs are left to CI: `make test` has others of their kind.
+LEFT_TO_CI = (
+    "hosts/",
+    "engines/test_fake_framework.py",
+    "engines/test_flagscale.py",
+    "cli/test_terminal.py",
+    "run/test_interpreter.py",
+    "run/test_resume.py",
+    "tasks/test_kinds.py",
+)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark tests by their fixtures before `-m` selects among them."""
+    """Mark tests by their fixtures and files before `-m` selects among them."""
     if STARTS_PROCESSES & set(getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.process)
+    name = Path(item.path).relative_to(Path(__file__).parent).as_posix()
+    if name.startswith(LEFT_TO_CI) and item.get_closest_marker("process"):
+        item.add_marker(pytest.mark.full)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
