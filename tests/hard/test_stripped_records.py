@@ -373,3 +373,15 @@ def test_every_kind_of_stored_evidence_is_remarked_on_when_all_is_deleted(tmp_pa
         remark.startswith(f"the record lacks {name} (")
         for remark, name in zip(remarks, names, strict=True)
     )
+
+
+def test_only_rank_0_of_an_external_program_is_asked_for_clocks(tmp_path: Path) -> None:
+    """The program starts its other ranks itself."""
+    run_record = record.read_record(copy_run(SCORED_ON_H200, tmp_path))
+    with_clocks = run_record.ranks[0]
+    without = with_clocks.model_copy(update={"rank": 1, "clocks": None})
+    ranks = [with_clocks, without]
+    for clock, gaps in (("reported", []), ("device", ["rank 1"])):
+        changed = run_record.model_copy(update={"clock": clock, "ranks": ranks})
+        judgement = verify._derive(changed)[1]
+        assert missing_evidence._find_missing_rank_clocks(changed, judgement) == gaps

@@ -146,6 +146,17 @@ def test_unproven_runs_are_in_no_group_unless_three_repeats_prove_their_rate() -
     assert [len(row.records) for row in mixed.rows] == [3, 3]
 
 
+def test_runs_of_different_lengths_prove_nothing_together() -> None:
+    """Three unproven runs of 3, 4 and 5 steps are no repeats."""
+
+    def make_window(devices: int, steps: int, **changes: Any) -> Record:
+        return make_run(1, devices, 80.0, scope={"kind": "window", "steps": steps}, **changes)
+
+    two = [make_window(2, steps, **WITHOUT_INTERVAL) for steps in (3, 4, 5)]
+    assert scaling_groups.find_scaling_groups([make_window(1, 30), *two]) == []
+    assert scaling_groups.find_scaling_groups([make_window(1, 30), make_window(2, 30)]) != []
+
+
 def test_several_runs_are_one_mean_with_the_spread_between_them() -> None:
     three = [make_run(1, 1, value, (1.0, 1000.0)) for value in (98.0, 100.0, 102.0)]
     two = [make_run(1, 2, value, (1.0, 1000.0)) for value in (89.0, 91.0)]

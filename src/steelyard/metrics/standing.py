@@ -72,9 +72,9 @@ def is_answer_right(record: Record) -> bool:
 
 @dataclass(frozen=True)
 class RunEvidence:
-    """What decides whether a run counts among its repeats: its `status` by today's rule, its `rate`
-    (None if unknown), and the widest interval that its case allows, as a share of the rate
-    (`max_interval`; None: any).
+    """The facts that decide whether a run counts among its repeats: its `status` by today's rule,
+    its `rate` (None if unknown), and the widest interval that its case allows, as a share of the
+    rate (`max_interval`; None: any).
     """
 
     status: str

@@ -51,7 +51,7 @@ UNREADABLE = "cannot be read"
 
 @dataclass(frozen=True)
 class IdentityLimits:
-    """How much may be read to identify an engine: `entries` of folders, `files` by content, and
+    """Limits on what is read to identify an engine: `entries` of folders, `files` by content, and
     `size_bytes` of content in all. An engine that needs more has no identity.
     """
 
