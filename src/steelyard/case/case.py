@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from steelyard import accelerators
 from steelyard.case.key import compute_question_key
+from steelyard.case.load import Slo
 from steelyard.case.question import MAX_COUNT, Question
 from steelyard.data.division import Division
 from steelyard.schema import FrozenModel
@@ -195,7 +196,9 @@ class Case(FrozenModel):
     `name`, `title` and `about` describe it; `size` is full or smoke; `divisions` are those it may
     be run in; `devices` the numbers of devices on which `run smoke` shows it; `published` facts on
     the published data set by name; `max_interval` the widest 95 % interval of the headline rate, as
-    a share of it, with which a result is valid (None: any). `compute_key` returns the question's
+    a share of it, with which a result is valid (None: any). Of generation, `requests` is how many
+    are sent (None: as many as the load needs), `min_time_s` for how long at least, and `slo` the
+    limits of goodput; none of them is part of the question. `compute_key` returns the question's
     key. Validation raises pydantic's ValidationError for unknown keys, a gate on a metric that the
     task does not have, unknown names in `published`, and environment variables that a tune may not
     set.
@@ -218,14 +221,25 @@ class Case(FrozenModel):
     max_interval: float | None = Field(
         None, gt=0, description="widest 95 % interval of the headline rate, as a share of it"
     )
+    requests: int | None = Field(
+        None, ge=1, le=10**6, description="generation: requests to send; default: by the load"
+    )
+    min_time_s: float | None = Field(
+        None, gt=0, le=1e6, description="generation: send requests for at least so many seconds"
+    )
+    slo: Slo | None = Field(None, description="generation: limits that goodput counts by")
     reference: list[PublishedReference] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _check_gate_and_published(self) -> Self:
         """Raise ValueError if the case's gate names a metric (`metric`, `below`), or its
-        `published` a fact, that its task does not have.
+        `published` a fact, that its task does not have, or if a field of generation is set in a
+        case of another kind of work.
         """
         row = self.question.task_row
+        for name in ("requests", "min_time_s", "slo"):
+            if getattr(self, name) is not None and self.question.load is None:
+                raise ValueError(f"{name}: only a case of generation has it; leave it out")
         if self.gate is not None:
             allowed = {*(score.name for score in row.scores), *row.kind_row.step_metrics}
             for name in (self.gate.metric, getattr(self.gate, "below", self.gate.metric)):

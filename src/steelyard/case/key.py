@@ -20,6 +20,8 @@ LATER_FIELDS: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("model", "qk_norm"), False),
     (("model", "window"), None),
     (("model", "rope_scaling"), None),
+    (("precision", "kv"), None),
+    (("load",), None),  # only generation has one
 )
 
 

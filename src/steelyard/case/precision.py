@@ -13,6 +13,7 @@ from steelyard.tasks import kind as kinds
 
 MatmulType = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 StorageType = Literal["fp32", "fp16", "bf16"]
+WeightsType = Literal["fp32", "fp16", "bf16", "fp8"]
 
 
 class Precision(BaseModel):
@@ -20,24 +21,27 @@ class Precision(BaseModel):
     `weights`, `gradients` and optimizer `states` are stored in (fp32, fp16 or bf16).
 
     `matmul` also names the column of the peak table that MFU is measured against. fp8 is that of
-    the layers' weight matrices alone; everything else is then computed in bf16. `gradients` and
-    `states` are None for scoring.
+    the layers' weight matrices alone; everything else is then computed, and stored, in bf16.
+    `gradients` and `states` are None for scoring. `kv` is what generation caches keys and values
+    in; None: the type of the activations.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     matmul: MatmulType
-    weights: StorageType
+    weights: WeightsType
     gradients: StorageType | None = None
     states: StorageType | None = None
+    kv: WeightsType | None = None
 
 
 PRECISION_PARTS = tuple(part for part in Precision.model_fields if part != "name")
 
 
-def _make_scoring_preset(name: str, matmul: MatmulType, weights: StorageType) -> Precision:
-    """Return a preset for scoring, which has neither gradients nor optimizer states."""
+def _make_scoring_preset(name: str, matmul: MatmulType, weights: WeightsType) -> Precision:
+    """Return a preset for scoring or generation, which has neither gradients nor optimizer states.
+    """
     return Precision(name=name, matmul=matmul, weights=weights)
 
 
@@ -81,8 +85,20 @@ TRAINING_PRESETS = {
 }
 
 
+# The layers' matrices are stored in fp8 too: decoding reads each of them in every step.
+GENERATION_PRESETS = {
+    p.name: p
+    for p in (
+        _make_scoring_preset("fp32", "fp32", "fp32"),
+        _make_scoring_preset("fp16", "fp16", "fp16"),
+        _make_scoring_preset("bf16", "bf16", "bf16"),
+        _make_scoring_preset("fp8", "fp8", "fp8"),
+    )
+}
+
+
 def load_presets() -> dict[str, dict[str, Precision]]:
-    """Return the named precisions by kind of work (`score`, `train`, and those of other packages),
+    """Return the named precisions by kind of work (`score`, `train`, `generate`, and those of other packages),
     then by name.
     """
     return {

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from steelyard import plugins, tasks
+from steelyard.case.load import Load
 from steelyard.case.precision import Precision
 from steelyard.data.division import Division
 from steelyard.errors import RequestError
@@ -97,7 +98,7 @@ class Train(FrozenModel):
 
 class Question(FrozenModel):
     """What a case asks: `kind` of work, `task`, `model`, `data`, `precision`, `division`, `seed`
-    and, for training, `train` (None for scoring). The key is a hash of all of it and of the
+    and, for training, `train`, for generation `load` (None for other kinds of work). The key is a hash of all of it and of the
     fingerprint of the data that was read, and of no setting; fields added later are left out while
     they have their default (case/key.py).
 
@@ -115,6 +116,7 @@ class Question(FrozenModel):
     division: Division = "closed"
     seed: int = 0
     train: Train | None = None
+    load: Load | None = None
 
     @field_validator("kind")
     @classmethod
@@ -139,8 +141,9 @@ class Question(FrozenModel):
     @model_validator(mode="after")
     def _check_parts_fit(self) -> Self:
         """Raise ValueError if the parts of the question do not fit together: data of another task,
-        a model family or kind of work that the task does not have, a train table on scoring or none
-        on training, or rows longer than the model's positions.
+        a model family or kind of work that the task does not have, a table `train` or `load` on a
+        kind of work without one or none where one is needed, a type of the KV cache without
+        generation, or rows, or prompt and output together, longer than the model's positions.
         """
         row = self.task_row
         if not isinstance(self.data, row.data):
@@ -157,6 +160,19 @@ class Question(FrozenModel):
         if self.kind_row.trains != (self.train is not None):
             raise ValueError(
                 "a question of kind 'train' must have a table train, and no other kind may have one"
+            )
+        if self.kind_row.has_load != (self.load is not None):
+            raise ValueError(
+                "a question of kind 'generate' must have a table load, and no other kind may have"
+                " one"
+            )
+        if self.precision.kv is not None and not self.kind_row.has_load:
+            raise ValueError("precision.kv is the type of a KV cache, which only generation has")
+        longest = row.longest(self.data)
+        if longest is not None and longest > self.model.positions:
+            raise ValueError(
+                f"prompt and output have up to {longest} tokens, more than the model's"
+                f" {self.model.positions} positions"
             )
         if self.train is not None and self.train.length > self.model.positions:
             raise ValueError(

@@ -6,7 +6,7 @@ anything is started.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
@@ -22,8 +22,16 @@ ENGINE_PREFIX = "engine."  # prefix of the keys of EngineSettings
 
 class EngineSettings(FrozenModel):
     """The values of `--set engine.KEY=VALUE`, from `split_engine_settings`: `python`, the
-    interpreter of the engine's workers, and `checkout`, the folder of the program that the engine
-    starts; None where none was given. They are facts about a host, and no part of a case.
+    interpreter of the engine's workers or of the server that it starts, and `checkout`, the folder
+    of the program that the engine starts; None where none was given. They are facts about a host,
+    and no part of a case.
+
+    The others are for engines that send requests to a server: `endpoint`, its address; `model`, the
+    name it knows the model by (None: the first that it lists); `api` and `prompts`, how it is
+    asked; `key_variable`, the environment variable that holds its key (its value is in no record);
+    `device`, what the user says it runs on; `logprobs`, whether answers are checked by what it
+    reports; `timeout_s`, for how long it may be silent; `arguments`, more of the command line of a
+    server that is started here.
     """
 
     python: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")] | None = (
@@ -37,6 +45,33 @@ class EngineSettings(FrozenModel):
     )
     checkout: Path | None = Field(
         None, description="the folder of the program that the engine starts"
+    )
+    endpoint: Annotated[str, Field(max_length=2048, pattern=r"^https?://[^\s@]+$")] | None = Field(
+        None, description="address of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1"
+    )
+    model: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="name of the model at the server; default: the first that it lists"
+    )
+    api: Literal["completions", "chat"] = Field(
+        "completions", description="which of a server's interfaces is used"
+    )
+    prompts: Literal["auto", "ids", "text"] = Field(
+        "auto", description="send prompts as token ids or as text; auto: as the server takes them"
+    )
+    key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")] | None = Field(
+        None, description="name of the environment variable that holds the server's key"
+    )
+    device: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
+        None, description="what a server that was not started here runs on, in your words"
+    )
+    logprobs: bool = Field(
+        False, description="check answers by the log-probabilities that the server reports"
+    )
+    timeout_s: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        300.0, description="seconds of silence after which a request has failed"
+    )
+    arguments: Annotated[str, Field(max_length=4096)] = Field(
+        "", description="more arguments of a server that is started here"
     )
 
 
@@ -110,7 +145,8 @@ class Request:
     profiles some steps after the passes, `trace` also stores their trace; `point` is that of a
     sweep, () without one; `signing_key` the SSH key to sign the record with (None: unsigned);
     `identify` identifies the engine's code also if no result of `conform` is known for it.
-    `rehearsed_rows` are ids that the worker computes before, for `conform` alone (None: none).
+    `salt` and `rehearsed_rows` are for `conform` alone: prompts of another run, and ids that the
+    worker computes before (None: none).
     """
 
     resolved: ResolvedCase
@@ -138,5 +174,6 @@ class Request:
     point: SweepPoint = ()  # the point of a sweep; empty without one
     signing_key: Path | None = None  # SSH key to sign the record with
     identify: bool = False  # identify the engine's code even if it was never tested
+    salt: str | None = None  # generation: instead of one drawn for the run, for `conform`
     # of `conform`: rows over which another engine object runs the passes first, in reverse order
     rehearsed_rows: tuple[str, ...] | None = None

@@ -26,6 +26,7 @@ from steelyard.case.case import (
     TargetGate,
     Tune,
 )
+from steelyard.case.load import MODE_FIELDS, Load, Slo
 from steelyard.case.precision import load_presets, name_precision
 from steelyard.case.question import Question, Train
 from steelyard.data.division import Division
@@ -239,10 +240,12 @@ def _validate_case(table: dict[str, Any], origins: dict[str, str]) -> tuple[Case
     ValidationError if it does not validate, RequestError for an unknown precision of the command
     line.
 
-    `table` and `origins` are changed in place: the precision is expanded, nominal parameters of a
-    changed model are dropped, and `auto` is replaced.
+    `table` and `origins` are changed in place: the precision is expanded, a load gets the mode that
+    the command line implies, nominal parameters of a changed model are dropped, and `auto` is
+    replaced.
     """
     _expand_precision(table, origins)
+    _settle_load(table, origins)
     _drop_nominal_parameters(table, origins)
     auto = _replace_auto(table, origins)
     return Case.model_validate(table), auto
@@ -290,11 +293,35 @@ def _drop_nominal_parameters(table: dict[str, Any], origins: dict[str, str]) -> 
         origins[key] = "unknown: the model was changed"
 
 
+def _settle_load(table: dict[str, Any], origins: dict[str, str]) -> None:
+    """Let the command line choose another load than the file's, in place: setting the number of one
+    mode (`concurrency`, `rate`, `arrivals`) implies that mode, and fields of other modes that the
+    file sets are dropped.
+    """
+    question = table.get("question")
+    load = question.get("load") if isinstance(question, dict) else None
+    if not isinstance(load, dict):
+        return
+    prefix = "question.load."
+    typed = {key for key in load if origins.get(f"{prefix}{key}") == "command line"}
+    implied = [
+        mode
+        for mode, names in MODE_FIELDS.items()
+        if typed & set(names) and "mode" not in typed
+    ]
+    if len(implied) == 1 and load.get("mode") != implied[0]:
+        load["mode"], origins[f"{prefix}mode"] = implied[0], "implied by the command line"
+    allowed = {"mode", *MODE_FIELDS.get(str(load.get("mode")), load), *typed}
+    for key in [key for key in load if key not in allowed and typed]:
+        del load[key]
+        origins.pop(f"{prefix}{key}", None)
+
+
 def list_changed_keys(origins: dict[str, str]) -> list[str]:
     """Return the dotted keys of the question that the command line changed, sorted, without those
-    of precision and division, which are shown by name anyway.
+    of precision, division and load, which are shown by name anyway.
     """
-    shown_by_name = ("question.division", "question.precision")
+    shown_by_name = ("question.division", "question.precision", "question.load")
     return sorted(
         key
         for key, origin in origins.items()
@@ -348,6 +375,7 @@ def _apply_setting(table: dict[str, Any], setting: str, origins: dict[str, str])
         raise RequestError(
             f"--set {setting!r} is not of the form key=value, such as tune.batch_tokens=16384"
         )
+    key = expand_key(key)
     check_option_key(key, list_settable_keys(), "--set")
     value = parse_value(text)
     if key.count(".") + 1 > MAX_TOML_DEPTH or _is_deeper(value, MAX_TOML_DEPTH):
@@ -365,6 +393,13 @@ def _apply_setting(table: dict[str, Any], setting: str, origins: dict[str, str])
             raise RequestError(f"--set: {key!r} is below {part!r}, which is a single value")
     node[leaf] = value
     _note_origins({key: value}, "command line", origins)
+
+
+def expand_key(key: str) -> str:
+    """Return the full key of a short one: `load.concurrency` is `question.load.concurrency`; other
+    keys are returned as they are.
+    """
+    return f"question.{key}" if key.startswith("load.") else key
 
 
 def check_option_key(key: str, allowed: list[str], option: str) -> None:
@@ -389,14 +424,16 @@ def parse_value(text: str) -> Any:
 
 
 def list_settable_keys() -> list[str]:
-    """Return every dotted key that --set takes, sorted: `max_interval`, and those of tune,
-    question, gate and published facts, from the pydantic models of cases, tasks and model families.
+    """Return every dotted key that --set takes, sorted: `max_interval`, `requests`, `min_time_s`,
+    and those of tune, question, gate, slo and published facts, from the pydantic models of cases, tasks and model families.
 
     The shapes of models that transformers alone computes cannot be set: their FLOPs were counted
     for the whole model. Keys below `tune.env.` are not listed.
     """
     keys = {
-        "max_interval",
+        *("max_interval", "requests", "min_time_s"),
+        *_collect_keys("slo", Slo),
+        *_collect_keys("question.load", Load),
         *_collect_keys("tune", Tune),
         *_collect_keys("question", Question),
         *_collect_keys("question.train", Train),

@@ -65,8 +65,8 @@ def parse_axes(options: list[str], set_keys: Mapping[str, str]) -> tuple[SweepAx
 
 
 def _parse_axis(option: str) -> SweepAxis:
-    """Return the axis of one `--sweep` option; the name of a tune may stand without `tune.`, which
-    the axis' key has. Values are separated by commas outside of quotes, stripped, and not
+    """Return the axis of one `--sweep` option; the name of a tune may stand without `tune.`, that
+    of a load without `question.`, which the axis' key has. Values are separated by commas outside of quotes, stripped, and not
     converted. Raise RequestError if its form, key or a value is not allowed.
     """
     name, sign, text = option.partition("=")
@@ -75,6 +75,7 @@ def _parse_axis(option: str) -> SweepAxis:
             f"--sweep {option!r} is not of the form key=value,value, such as {SWEEP_EXAMPLE}"
         )
     key = f"tune.{name}" if name.partition(".")[0] in Tune.model_fields else name
+    key = resolve.expand_key(key)
     resolve.check_option_key(key, list_sweepable_keys(), "--sweep")
     values = tuple(value.strip() for value in _COMMA.split(text))
     for value in values:

@@ -39,3 +39,17 @@ class PassageTexts(TokenizedTexts, Protocol):
     @property
     def last(self) -> list[int]:
         """The number of tokens of each text's last word, without the token that ends the text."""
+
+
+class GeneratedTexts(TokenizedTexts, Protocol):
+    """Prompts with generated tokens behind them (`rows`, `groups` as in `TokenizedTexts`);
+    `prompt_lens` has the number of tokens of each prompt, `numbers` that of each request.
+    """
+
+    @property
+    def prompt_lens(self) -> list[int]:
+        """The number of tokens of each prompt."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """The number of each row's request."""

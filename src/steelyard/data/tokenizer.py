@@ -132,6 +132,11 @@ class JsonTokenizer:
         """
         return [encoding.ids for encoding in self._inner.encode_batch(texts)]
 
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        text: str = self._inner.decode(ids, skip_special_tokens=True)
+        return text
+
 
 class SentencePieceTokenizer:
     """A `Tokenizer` from a SentencePiece model file; `source` is its name, `vocab` its number of
@@ -159,6 +164,11 @@ class SentencePieceTokenizer:
         """
         ids: list[list[int]] = self._inner.encode(texts, add_bos=self._inner.bos_id() >= 0)
         return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        text: str = self._inner.decode(list(ids))
+        return text
 
 
 class BytePairTokenizer:

@@ -34,6 +34,8 @@ WORKS = {
     ),
     "train_rows": "training on rows of tokens",
     "train_cloze": "training on contexts with candidates to choose from",
+    "generate": "tokens that continue prompts, under a load of requests",
+    "check_answers": "how far each generated token is from the likeliest one",
 }
 DEGREES = ("tp", "pp", "dp")
 
@@ -66,7 +68,8 @@ class EngineRow:
 
     `checkpoints`: writes and resumes; `passes` it has (None: all); `batches_of`: what a global
     batch may count; `several_hosts`; `checkout`: the program whose folder it needs; `fused`,
-    `even`, `memory_factor`: for `auto` sizes; `needs`: modules to be installed by the `extra`.
+    `even`, `memory_factor`: for `auto` sizes; `server`: what it starts, `endpoint`: it is given the
+    address of one; `untried`: what nobody has run; `needs`: modules to be installed by the `extra`.
     `refusal(case)` says why it cannot run a case (None: it can), `can_divide(plan)`,
     `find_missing_module()`.
     """
@@ -91,6 +94,10 @@ class EngineRow:
     fused: bool = False  # whether blocks save as little for backward as llama_fused.py
     even: bool = False  # whether micro-batches must divide the rows of a step
     memory_factor: float = 1.0  # real over predicted memory, for `auto` tunes
+    # `module:ServerRow` of the server that it starts in `engine.python`; "": it starts none
+    server: str = ""
+    endpoint: bool = False  # whether it needs `engine.endpoint`, the address of a server
+    untried: str = ""  # what nobody has run yet, for `steelyard list`
     needs: tuple[str, ...] = ()  # modules that must be installed
     extra: str = ""  # what to install them with: pip install 'steelyard[extra]'
 
@@ -172,6 +179,7 @@ TORCH = EngineRow(
         "score_texts": "steelyard.engines.torch.score:TorchScore",
         "train_rows": "steelyard.engines.torch.train:TorchTrain",
         "train_cloze": "steelyard.engines.torch.train_cloze:TorchCloze",
+        "check_answers": "steelyard.engines.torch.score:TorchScore",
     },
     families=("llama", "glm"),
     variants=VARIANT_FIELDS,
@@ -190,6 +198,8 @@ TRANSFORMERS = EngineRow(
         "score_choices": "steelyard.engines.transformers.score:TransformersScore",
         "score_texts": "steelyard.engines.transformers.score:TransformersScore",
         "train_rows": "steelyard.engines.transformers.train:TransformersTrain",
+        "generate": "steelyard.engines.transformers.generate:TransformersGenerate",
+        "check_answers": "steelyard.engines.transformers.score:TransformersScore",
     },
     families=("llama", "auto"),
     variants=VARIANT_FIELDS,
@@ -249,7 +259,54 @@ FLAGSCALE = EngineRow(
     needs=("torch",),
     extra="torch",
 )
-SHIPPED_ENGINES = [TORCH, TRANSFORMERS, REFERENCE, MEGATRON, PADDLE, FLAGSCALE]
+HTTP = EngineRow(
+    name="http",
+    framework="host",
+    works={"generate": "steelyard.engines.http.engine:HttpGenerate"},
+    families=("llama", "auto"),
+    variants=VARIANT_FIELDS,
+    divisions=("closed", "open"),
+    precisions=("fp32", "tf32", "fp16", "bf16", "fp8"),
+    processes="one",
+    checkpoints=False,
+    several_hosts=False,
+    endpoint=True,
+    needs=("aiohttp",),
+    extra="http",
+)
+TRANSFORMERS_SERVE = EngineRow(
+    name="transformers-serve",
+    framework="host",
+    works={"generate": "steelyard.engines.http.engine:HttpGenerate"},
+    families=("llama", "auto"),
+    variants=VARIANT_FIELDS,
+    precisions=("fp32", "fp16", "bf16"),
+    processes="one",
+    checkpoints=False,
+    several_hosts=False,
+    server="steelyard.engines.http.servers:TRANSFORMERS_SERVE",
+    needs=("aiohttp",),
+    extra="http",
+)
+VLLM = EngineRow(
+    name="vllm",
+    framework="host",
+    works={"generate": "steelyard.engines.http.engine:HttpGenerate"},
+    families=("llama", "auto"),
+    variants=VARIANT_FIELDS,
+    precisions=("fp32", "fp16", "bf16", "fp8"),
+    degrees=("tp",),
+    processes="one",
+    checkpoints=False,
+    several_hosts=False,
+    server="steelyard.engines.http.servers:VLLM",
+    needs=("aiohttp",),
+    extra="http",
+)
+SHIPPED_ENGINES = [
+    *(TORCH, TRANSFORMERS, REFERENCE, MEGATRON, PADDLE, FLAGSCALE),
+    *(HTTP, TRANSFORMERS_SERVE, VLLM),
+]
 ENGINES_GROUP, FRAMEWORKS_GROUP = "steelyard.engines", "steelyard.frameworks"  # of entry points
 FRAMEWORKS = [
     FrameworkRow(
@@ -261,6 +318,7 @@ FRAMEWORKS = [
     ),
     FrameworkRow("paddle", "steelyard.engines.paddle.framework:PaddleFramework"),
     FrameworkRow("program", "steelyard.engines.flagscale.framework:ProgramFramework", forks=True),
+    FrameworkRow("host", "steelyard.engines.http.framework:HostFramework", forks=True),
 ]
 
 

@@ -6,12 +6,13 @@ the measured loop.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from steelyard.case.case import Case
 from steelyard.case.question import Train
+from steelyard.case.request import EngineSettings
 from steelyard.engine.work import Phase, Work
 from steelyard.plan.degrees import Plan, RankPosition
 
@@ -40,7 +41,8 @@ class Job:
     `steps`: most batches or steps of a pass (None: all). `report_loading(done, total)`: to be
     called while weights load (None: not). Training: `checkpoint_schedule` (None: write none),
     `resume`, the checkpoint folder to go on from (None: from the start). `folder`: private to the
-    run and deleted with it. `checkout`: folder of the program that the engine starts. `train`
+    run and deleted with it. `checkout`: folder of the program that the engine starts. `settings`: those of `--set
+    engine.KEY=VALUE`. `train`
     returns the training settings.
     """
 
@@ -61,6 +63,7 @@ class Job:
     resume: Path | None = None  # training: the checkpoint to go on from
     folder: Path | None = None  # private to the run, and deleted with it
     checkout: Path | None = None  # folder of the program that the engine starts, if any
+    settings: EngineSettings = field(default_factory=EngineSettings)  # of --set engine.KEY=VALUE
 
     @property
     def train(self) -> Train:

@@ -143,7 +143,7 @@ def _count_glm_other_parameters(model: GlmModel) -> int:
 LLAMA = Family(
     name="llama",
     shape=LlamaModel,
-    works=("score_choices", "score_texts", "train_rows"),
+    works=("score_choices", "score_texts", "train_rows", "generate"),
     layer_matrices=_list_llama_matrices,
     other_parameters=_count_llama_other_parameters,
     build="steelyard.models.llama_init:build_llama",
@@ -156,7 +156,7 @@ LLAMA = Family(
 AUTO = Family(
     name="auto",
     shape=AutoModel,
-    works=("score_choices", "score_texts"),
+    works=("score_choices", "score_texts", "generate"),
     layer_matrices=_make_auto_matrix,
     other_parameters=_count_auto_other_parameters,
     build=None,

@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# By what weights are stored in; with fp8, the type of everything but the layers' matrices.
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}
 DTYPE_NAMES = {
     torch.float64: "fp64",
     torch.float32: "fp32",

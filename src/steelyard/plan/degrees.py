@@ -74,6 +74,11 @@ class RankPosition:
     dp: int
 
 
+def make_single_plan() -> Plan:
+    """Return the plan of one device, on which a model is not divided."""
+    return Plan(nodes=1, devices=1, tp=1, pp=1, dp=1, launcher="local")
+
+
 def find_position(plan: Plan, rank: int) -> RankPosition:
     """Return the position of a rank in a plan: ranks of one tensor-parallel group are neighbours,
     then come pipeline stages, then replicas (rank = tp + TP · (pp + PP · dp)). Ranks beyond the
@@ -96,6 +101,11 @@ def make_plan(
         raise RequestError(f"--nodes {nodes} --devices {devices}: both must be at least 1")
     tp, pp, dp = parse_degrees(case.tune.parallel, nodes * devices)
     _check_model(case, tp, pp)
+    if dp > 1 and not case.question.kind_row.replicas:
+        raise RequestError(
+            f"DP{dp}: {case.name} is a {case.question.kind_row.noun} case, in which one model"
+            " serves all requests; allowed: --parallel TP"
+        )
     if case.question.train is not None:
         _check_training(case, case.question.train, sample_size, tp, pp, dp)
     return Plan(nodes=nodes, devices=devices, tp=tp, pp=pp, dp=dp, launcher=launcher)

@@ -15,6 +15,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 from steelyard import files, tasks, words
 from steelyard.accelerators.events import ClockName
 from steelyard.case.case import PublishedReference, Tune
+from steelyard.case.load import Slo
 from steelyard.case.question import Question
 from steelyard.case.resolve import find_auto_tunes
 from steelyard.data.division import COUNT_NAMES
@@ -23,6 +24,7 @@ from steelyard.plan.degrees import Plan
 from steelyard.record import record_file
 from steelyard.record.profile_facts import Profile
 from steelyard.record.record_file import SCHEMA_VERSION, to_canonical_bytes
+from steelyard.record.request_samples import RequestSamples
 from steelyard.record.run_facts import (
     EngineDetails,
     Environment,
@@ -59,6 +61,7 @@ OMITTED_IF_EMPTY = (
     "checkpoints",
     "stepped_down",
     "asked_weights",
+    "requests",
 )
 # Version of the metric formulas. A record is verified with the version that it states; 1 if it
 # states none.
@@ -165,13 +168,16 @@ class PublishedFacts(PublishedReference, ExtensibleModel):
     """
 
 
-class CaseFacts(FrozenModel):
+class CaseFacts(GrownModel):
     """The case of a run. `question` is the dict that was hashed, with the data's fingerprint, for
     `key`; `Record.question` is the same with its types. `size` is full or smoke; `gate` the quality
     gate (None: none); `max_interval` the widest relative confidence interval that is valid (None:
-    no limit); `reference` the published results. `origins` says by dotted key where each setting
+    no limit); `reference` the published results; `slo` the limits of goodput (None: none, and left
+    out). `origins` says by dotted key where each setting
     came from (case file, command line, default, automatic).
     """
+
+    LATER: ClassVar[tuple[str, ...]] = ("slo",)
 
     name: str
     key: str
@@ -183,6 +189,7 @@ class CaseFacts(FrozenModel):
     max_interval: float | None
     reference: list[PublishedFacts]
     origins: dict[str, str]
+    slo: Slo | None = Field(None, description="limits that goodput counts by; of generation")
 
 
 class EngineFacts(GrownModel):
@@ -208,11 +215,12 @@ class Scope(GrownModel):
     """How much of the question was run: all (`kind` is `full`) or a `window` of it. `sample`
     (`--sample`) is a number of samples, for training rows of each batch, `steps` (`--steps`) a
     number of steps; `subjects` and `rows` are the parts of the data that a user named
-    (`--subjects`, `--rows`), each sorted. None is no restriction. `selected` gives it in the form
-    that a task's reader takes.
+    (`--subjects`, `--rows`), each sorted. None is no restriction. Of generation, `requests` is how
+    many were to be sent at least and `min_time_s` for how long (None: no least time). `selected`
+    gives it in the form that a task's reader takes.
     """
 
-    LATER: ClassVar[tuple[str, ...]] = ("subjects", "rows")
+    LATER: ClassVar[tuple[str, ...]] = ("subjects", "rows", "requests", "min_time_s")
 
     kind: Literal["full", "window"]
     sample: int | None = None
@@ -226,6 +234,12 @@ class Scope(GrownModel):
         description=(
             "of `--rows`: ids and ranges of ids (docs/records.md); left out where none were named"
         ),
+    )
+    requests: int | None = Field(
+        None, ge=1, le=2_000_000, description="of generation: requests to send at least"
+    )
+    min_time_s: Seconds | None = Field(
+        None, description="of generation: seconds for which requests were to be sent at least"
     )
 
     @property
@@ -299,7 +313,8 @@ class Record(FrozenModel):
     """One run, as its file stores it, built by run/assemble.py. What was asked: `case`, `scope`
     (how much of it), `tune`, `plan`. On what: `engine`, `providers` (other packages that brought a
     part of it), `environment`, `site`, `weights`, `data`, `hosts`. What was measured: `passes`,
-    `samples` (steps), `ranks`, `telemetry`, `outputs` (the task's answers), `drawn`, `profile`.
+    `samples` (steps), `requests` (of generation), `ranks`, `telemetry`, `outputs` (the task's
+    answers), `drawn`, `profile`.
     `budget` are the parts of the wall time in seconds; `restarts`, `checkpoints` and `stepped_down`
     tell of a resumed run, its folder and a first attempt without enough memory; `failure` is None
     unless it failed. `weights` is what the engine says of them, `asked_weights` what was asked.
@@ -395,6 +410,10 @@ class Record(FrozenModel):
             "whether `--weights` named a checkpoint, as the parent knows it; left out by older"
             " records"
         ),
+    )
+    requests: list[RequestSamples] = Field(
+        default_factory=list,
+        description="of generation: the requests of each pass; left out by other kinds of work",
     )
     hashes: dict[str, str] = Field(default_factory=dict)
 

@@ -116,6 +116,7 @@ def make_draft(
             max_interval=case.max_interval,
             reference=[PublishedFacts(**row.model_dump(mode="json")) for row in case.reference],
             origins=resolved.origins,
+            slo=case.slo,
         ),
         scope=scope,
         tune=case.tune,
@@ -175,6 +176,7 @@ def assemble_record(
             for rank_file in rank_files
         ],
         "samples": [sample for rank_file in rank_files for sample in rank_file.samples],
+        "requests": [one for rank_file in rank_files for one in rank_file.requests],
         "profile": [rank_file.profile for rank_file in rank_files if rank_file.profile is not None],
         "outputs": _merge_outputs(case.question.task_row, rank_files, first, resume),
     }

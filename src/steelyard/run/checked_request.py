@@ -438,8 +438,9 @@ def _check_paths(request: Request, launcher: Launcher) -> None:
             raise RequestError(
                 f"{option} {str(path)!r} is neither a regular file nor a folder; check the path"
             )
-    if case.size == "full" and request.data is None:
-        source = catalog.find_task_source(case.question.task_row.name)
+    task = case.question.task_row
+    if case.size == "full" and request.data is None and task.needs_data(case.question.data):
+        source = catalog.find_task_source(task.name)
         get = f" (or auto, after steelyard data get {source.name})" if source is not None else ""
         raise RequestError(
             f"{case.name} at size full needs its data: give their folder with --data{get}, or try"
@@ -487,15 +488,24 @@ def _explain_unselectable(option: str, task: Task) -> str:
 
 def _make_scope(request: Request) -> Scope:
     """Return the scope of the request: kind `full` without any of `--sample`, `--steps`,
-    `--subjects` and `--rows`, else `window`.
+    `--subjects` and `--rows`, else `window`. Of generation also how many requests are sent at
+    least, and for how long: as the case or its load says, or `--sample` alone.
     """
     restrictions = (request.sample, request.steps, request.subjects, request.rows)
+    case, load = request.resolved.case, request.resolved.case.question.load
+    requests = None
+    if load is not None:
+        requests = (
+            request.sample or case.requests or load.count_default_requests(case.min_time_s)
+        )
     return Scope(
         kind="full" if all(value is None for value in restrictions) else "window",
         sample=request.sample,
         steps=request.steps,
         subjects=request.subjects,
         rows=request.rows,
+        requests=requests,
+        min_time_s=case.min_time_s if request.sample is None else None,
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from steelyard import accelerators
+from steelyard.data.prompts import SALT_DIGITS
 from steelyard.engine import engine_rows
 from steelyard.errors import LostError, RequestError
 from steelyard.metrics import evidence
@@ -88,7 +89,7 @@ class CaseRun:
     If a rank runs out of memory with sizes that were `auto`, there is a second attempt with smaller
     ones in a new session, begun at `second_attempt_s` (None: none); `checked` then holds the new
     sizes and `stepped_down` what was tried. `hellos` are the hosts' answers by host name,
-    `draft_path` the file of the unfinished record (None: not written yet), `checkpoints_folder`
+    `salt` is for prompts of generation (empty: none), `draft_path` the file of the unfinished record (None: not written yet), `checkpoints_folder`
     relative to the output folder (None: none are saved).
     """
 
@@ -102,11 +103,20 @@ class CaseRun:
         self.checked, self.allocation, self.warn = checked, allocation, warn
         self.origin_s, self.created, self.id = now(), read_utc_time(), secrets.token_hex(16)
         self.checkpoints_folder = _name_checkpoints_folder(checked, self.created)
+        self.salt = self._choose_salt()
         self.hellos: dict[str, HelloMessage] = {}
         self.second_attempt_s: float | None = None
         self.stepped_down: StepDown | None = None
         self.draft_path: Path | None = None
         self.session = Session(checked.launcher, checked.site, checked.plan.nodes, allocation)
+
+    def _choose_salt(self) -> str:
+        """Return the hex digits that make the prompts of this run unlike all others: the request's
+        or, for generation, newly drawn ones; empty for other kinds of work.
+        """
+        if self.checked.request.salt is not None:
+            return self.checked.request.salt
+        return secrets.token_hex(SALT_DIGITS // 2) if self.checked.case.question.load else ""
 
     def run_and_record(self, show_progress: ProgressCallback | None) -> tuple[Record, Path]:
         """Run the case, in a second attempt with smaller sizes if memory ran out, write the record
@@ -331,7 +341,9 @@ class CaseRun:
                     environment=checked.site.environment,
                     variables=variables,
                     needs=list(checked.engine.needs),
-                    python=checked.request.engine_settings.python,
+                    python=None
+                    if checked.engine.server
+                    else checked.request.engine_settings.python,
                     engine_modules=self._list_engine_modules(),
                     paths=[names for names, _ in (*needed, *probe)],
                     silence_s=checked.site.silence_s,
@@ -410,6 +422,8 @@ class CaseRun:
             explain=request.explain,
             trace=request.out.resolve() / trace if request.trace else None,
             rehearsed_rows=request.rehearsed_rows,
+            settings=request.engine_settings,
+            salt=self.salt,
             framework=framework if is_shipped(framework) else None,
             **{name: None if path is None else path.resolve() for name, path in paths.items()},
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 from steelyard import accelerators, plugins
 from steelyard.data.counting import StepCounter
+from steelyard.data.prompts import PromptRequests
 from steelyard.engine import engine_rows
 from steelyard.engine.framework import Framework
 from steelyard.engine.job import CheckpointSchedule, Engine, Job
@@ -25,11 +26,20 @@ from steelyard.plan import degrees, matmuls
 from steelyard.plan.matmuls import BatchMatmuls
 from steelyard.record.record import PassFacts, Sample, Scope
 from steelyard.record.run_facts import EngineDetails, WeightsFacts
+from steelyard.run.answer_check import (
+    UNKNOWN_WEIGHTS,
+    AnsweredTexts,
+    add_client_facts,
+    choose_checker,
+    collect_answers,
+    make_check_job,
+)
 from steelyard.run.clock import now, read_cpu_time_s
 from steelyard.run.explain import count_profiled_steps, profile_steps
 from steelyard.run.measure import PassTrace, measure_bare, time_calls
 from steelyard.run.messages import WorkerEvent
 from steelyard.run.rank_process import RankProcess, run_rank_process
+from steelyard.run.requests import RequestLoop
 from steelyard.run.worker_files import WorkerSpec, check_json_value
 from steelyard.schema import FrozenModel
 from steelyard.tasks.task import PreparedData, Sources
@@ -61,6 +71,7 @@ class Worker(RankProcess):
         self.place = degrees.find_position(spec.run.plan, rank)
         self.outputs: FrozenModel | None = None  # the part of the outputs that no pass changes
         self._counter: StepCounter | None = None
+        self._answers = AnsweredTexts()  # of generation: what is checked after its pass
 
     def run(self) -> None:
         """Do all that this rank does: prepare the data, wait until matmuls were timed on its
@@ -87,9 +98,15 @@ class Worker(RankProcess):
             keep = self._start_checkpoints(prepared.facts.fingerprint)
             engine = make_engine(self._make_job(prepared.inputs, framework, group, keep))
         for name in self.spec.passes:
+            if name in self.kind.check_passes:
+                self._check_answers(engine, name, framework, group)
+                continue
             self.write_progress(f"prepare {name}", 0, 0)
             engine.prepare(name, self._time_and_report)
-            self._run_pass(engine, name, framework)
+            if name in self.kind.request_passes:
+                self._run_requests(engine, name, framework, prepared.inputs)
+            else:
+                self._run_pass(engine, name, framework)
         if self.spec.explain:
             self._profile_steps(engine, framework)
         self._update_rank_file(compile_cache=framework.compile_cache())
@@ -128,19 +145,26 @@ class Worker(RankProcess):
         with self.budget.part("imports"):
             row = engine_rows.find_engine(self.spec.engine)
             make_engine = engine_rows.load_engine(row.name, self.task.work)
-            make_framework = engine_rows.load_framework(row.framework)
+            engine_rows.load_framework(row.framework)
         with self.budget.part("device"):
-            device = accelerators.find_accelerator(self.spec.accelerator).devices.get(row.framework)
-            framework = make_framework(device, self.local_rank, now)
-            framework.set_precision(self.case.question.precision.matmul)
-            if self.case.tune.deterministic:
-                framework.make_deterministic()
+            framework = self._make_framework(row.framework)
             self._update_rank_file(
                 identity=framework.identity(),
                 versions=framework.versions(),
                 threads=framework.threads(),
             )
         return framework, make_engine
+
+    def _make_framework(self, name: str) -> Framework:
+        """Construct a framework by its name on this rank's device, in the case's matmul precision,
+        deterministic if the tune says so.
+        """
+        device = accelerators.find_accelerator(self.spec.accelerator).devices.get(name)
+        framework = engine_rows.load_framework(name)(device, self.local_rank, now)
+        framework.set_precision(self.case.question.precision.matmul)
+        if self.case.tune.deterministic:
+            framework.make_deterministic()
+        return framework
 
     def _join_ranks(self, framework: Framework) -> Any:
         """Join the other ranks (a collective call) and return the process group of the ranks that
@@ -185,7 +209,15 @@ class Worker(RankProcess):
         data_request = case.question.describe_for_task(
             sources, scope.sample, case.tune.pack, case.published
         )
-        return self.task.prepare(replace(data_request, subjects=scope.subjects, rows=scope.rows))
+        return self.task.prepare(
+            replace(
+                data_request,
+                subjects=scope.subjects,
+                rows=scope.rows,
+                requests=scope.requests or 0,
+                salt=self.spec.salt,
+            )
+        )
 
     def _rehearse(self, make_engine: Any, framework: Framework, group: Any) -> None:
         """Run the passes of this run in reverse order over `spec.rehearsed_rows`, with an engine
@@ -284,6 +316,7 @@ class Worker(RankProcess):
             resume=self.spec.resume,
             folder=self.host.folder,
             checkout=self.spec.checkout,
+            settings=self.spec.settings,
         )
 
     def _describe_batch(self) -> BatchMatmuls:
@@ -351,6 +384,75 @@ class Worker(RankProcess):
                 path = self.spec.checkpoints / checkpoint_folders.BEFORE_FILE.format(self.place.dp)
                 checkpoint_folders.write_checkpoint_json(path, BeforePassOutputs(table=answers))
         self.write_rank_file("running", None)  # remains if the worker is killed later
+
+    def _run_requests(
+        self, engine: Any, pass_name: str, framework: Framework, requests: PromptRequests
+    ) -> None:
+        """Run one pass of requests in its loop, and add its window, the steps of the engine, the
+        request samples and the answers that are to be checked to the rank file, which is written at
+        the end with status `running`.
+        """
+        load, count = self.case.question.load, requests.count
+        if load is None:
+            raise ValueError(f"{self.case.name} has no load")
+        framework.barrier()
+        framework.reset_memory()
+        self.write_progress(pass_name, 0, count)
+        loop = RequestLoop(
+            requests,
+            load,
+            framework,
+            min_time_s=self.spec.scope.min_time_s,
+            request_done=lambda done: self.write_progress(pass_name, min(done, count - 1), count),
+            busy=read_cpu_time_s,
+        )
+        self.events.send(WorkerEvent(event="begin", pass_name=pass_name))
+        with self.budget.part(pass_name):
+            trace = loop.run(partial(engine.open_port, pass_name), pass_name, self.rank)
+        self.events.send(WorkerEvent(event="end", pass_name=pass_name))
+        self.write_progress(pass_name, count, count)
+        steps = trace.steps.make_samples(pass_name, self.rank)
+        self._store_pass(pass_name, trace.steps, steps, framework)
+        with self.budget.part(f"outputs_{pass_name}"):
+            samples = add_client_facts(trace.samples, engine.details())
+            self._answers = collect_answers(trace, requests, self.case.size == "smoke")
+            answers = self.task.check(self._answers.to_outputs(), self.outputs)
+        self._update_rank_file(
+            requests=[*self.rank_file.requests, samples],
+            outputs={**self.rank_file.outputs, pass_name: answers},
+        )
+        self.write_rank_file("running", None)
+
+    def _check_answers(
+        self, engine: Any, pass_name: str, framework: Framework, group: Any
+    ) -> None:
+        """Score the answers that the pass before left, by a reference engine on the same device,
+        after the engine that gave them has freed it. If the weights are not known here, the
+        distances that the engine itself reports are stored, or nothing.
+        """
+        own_distances = engine.report_distances() if hasattr(engine, "report_distances") else None
+        with self._time_and_report("close"):
+            engine.close()
+        if engine.weights.get("source") == UNKNOWN_WEIGHTS or own_distances is not None:
+            if own_distances is not None:
+                answers = self.task.check(own_distances, self.outputs)
+                self._update_rank_file(outputs={**self.rank_file.outputs, pass_name: answers})
+            return
+        if not self._answers.rows:
+            return
+        with self._time_and_report("imports_check"):
+            name = choose_checker(self.case)
+            make_engine = engine_rows.load_engine(name, self.kind.check_work)
+            framework_name = engine_rows.find_engine(name).framework
+            if engine_rows.find_engine(self.spec.engine).framework != framework_name:
+                framework = self._make_framework(framework_name)
+                group = framework.join_ranks(degrees.make_single_plan(), 0, 1, None)
+        job = self._make_job(self._answers, framework, group, None)
+        checker = make_engine(make_check_job(job, self.kind.check_work))
+        self.write_progress(f"prepare {pass_name}", 0, 0)
+        checker.prepare(pass_name, self._time_and_report)
+        self._counter = self._answers.make_counter(self.case)
+        self._run_pass(checker, pass_name, framework)
 
     def _profile_steps(self, engine: Engine, framework: Framework) -> None:
         """Run some more steps of the best headline pass of the run, and add their profile to the

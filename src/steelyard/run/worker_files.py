@@ -15,10 +15,12 @@ from pydantic import Field, SerializeAsAny, ValidationError
 
 from steelyard.accelerators.events import ClockName
 from steelyard.case.case import Case
+from steelyard.case.request import EngineSettings
 from steelyard.plan.degrees import Plan
 from steelyard.record.ceilings_record import BenchTimings
 from steelyard.record.profile_facts import Profile
 from steelyard.record.record import PassFacts, Sample, Scope
+from steelyard.record.request_samples import RequestSamples
 from steelyard.record.run_facts import EngineDetails, RankFacts, WeightsFacts
 from steelyard.run.messages import HostSpec
 from steelyard.schema import FrozenModel, describe_first_problem
@@ -44,7 +46,8 @@ class RunSpec(FrozenModel):
     `plan`. Paths are absolute. None means: random `weights`, generated `data`, a `tokenizer` beside
     weights or data, no checkpoint folder to `resume` from, no `checkpoints` written (else the new
     folder for all of this run's), no `trace` file, no `checkout` of a program, no
-    `rehearsed_rows`. `explain`: profile some steps after the passes.
+    `rehearsed_rows`. `explain`: profile some steps after the passes. `settings` are the engine's,
+    `salt` is for prompts of generation.
     """
 
     case: Case
@@ -71,6 +74,15 @@ class RunSpec(FrozenModel):
             "ids of rows over which another engine object runs the passes first, in reverse order;"
             " its answers are dropped (`steelyard conform`)"
         ),
+    )
+    settings: EngineSettings = Field(
+        EngineSettings(), description="values of `--set engine.KEY=VALUE`"
+    )
+    salt: str = Field(
+        "",
+        max_length=64,
+        pattern="^[0-9a-f]*$",
+        description="generation: hex digits that make the prompts of this run unlike all others",
     )
     framework: str | None = Field(
         None,
@@ -103,7 +115,8 @@ def parse_rank_file(text: str, rank: int) -> "RankFile":
 
 class RankFile(FrozenModel):
     """What one worker reports to the parent, as rank-N.json in the run's folder, written after
-    every pass and at its end: measured passes (`windows`), `samples` (steps), answers and facts on
+    every pass and at its end: measured passes (`windows`), `samples` (steps), `requests`, answers and
+    facts on
     device, data, weights and engine.
 
     `status` is `running` until the end, then `done`, or how it failed, with `error` as text.
@@ -122,6 +135,7 @@ class RankFile(FrozenModel):
     budget: dict[str, float]
     windows: list[PassFacts] = Field(default_factory=list)
     samples: list[Sample] = Field(default_factory=list)
+    requests: list[RequestSamples] = Field(default_factory=list)
     outputs: dict[str, dict[str, Any]] = Field(default_factory=dict)
     common: dict[str, Any] = Field(default_factory=dict)
     identity: dict[str, Any] = Field(default_factory=dict)

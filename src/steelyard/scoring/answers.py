@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from steelyard.data.texts import ChoicePrompts, PassageTexts
+from steelyard.data.texts import ChoicePrompts, GeneratedTexts, PassageTexts
 from steelyard.kernels import jit
 from steelyard.kernels.token_loss import reduce_logits, triton_reduce_logits
 from steelyard.models.llama_placements import Shard
@@ -44,8 +44,8 @@ class AnswerRequest:
 
 class AnswerReader(Protocol):
     """Computes the answers to a kind of work from hidden states (a protocol); an `item` is the
-    index of a prompt or passage. `READERS` has a class by kind of work: `ChoiceReader` and
-    `LossReader`.
+    index of a prompt or passage. `READERS` has a class by kind of work: `ChoiceReader`,
+    `LossReader` and `DistanceReader`.
 
     `ask(items, ends, send)` returns an `AnswerRequest`, where logits are needed in a batch;
     `answer(compute_logits, hidden, request, compiled)` returns a tensor on the device with one row
@@ -287,9 +287,86 @@ def _merge_shards(parts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
     return nll, (offset == 0).double(), best
 
 
+class DistanceReader:
+    """Reads how far generated tokens are from the likeliest ones: `answer` returns fp64 [items, 3]:
+    how many generated tokens an item has, how many of these have the highest logit, and the
+    largest difference of a highest logit and that of the generated token, in nats (NaN if a logit
+    is not finite). `to_lists` returns the columns `numbers`, `compared`, `exact` and `largest`.
+
+    Logits stay divided over the shards of a model; only four numbers a token are gathered.
+    """
+
+    def __init__(
+        self,
+        texts: GeneratedTexts,
+        vocab: int,
+        shard: Shard,
+        gather: GatherShards,
+        device: torch.device,
+    ) -> None:
+        self.texts, self.vocab, self.shard, self.gather = texts, vocab, shard, gather
+
+    def ask(self, items: list[int], ends: Ids, send: SendArray) -> AnswerRequest:
+        """Ask for the logits of the tokens before each generated one; `reader_inputs` are the
+        generated tokens and how many of them each item has.
+        """
+        sizes = [len(self.texts.rows[i]) - self.texts.prompt_lens[i] for i in items]
+        pick = [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        targets = [
+            np.asarray(self.texts.rows[i][-size:], np.int64)
+            for i, size in zip(items, sizes, strict=True)
+        ]
+        return AnswerRequest(
+            send(np.concatenate(pick)),
+            (send(np.concatenate(targets)), send(np.array(sizes, np.int64))),
+        )
+
+    def answer(
+        self, compute_logits: ComputeLogits, hidden: Tensor, request: AnswerRequest, compiled: bool
+    ) -> Tensor:
+        """Return fp64 [items, 3]: generated tokens, those with the highest logit, and the largest
+        distance in nats. Logits are computed for at most `CHUNK_TOKENS` tokens at a time. All ranks
+        that hold one model call it together; `compiled` has no effect.
+        """
+        targets, sizes = request.reader_inputs
+        parts = []
+        chunks = -(-len(targets) // CHUNK_TOKENS)
+        for rows, chunk_targets in zip(
+            hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True
+        ):
+            logits = compute_logits(rows)
+            first_token = self.shard.index * logits.shape[-1]
+            columns = max(0, min(logits.shape[-1], self.vocab - first_token))
+            parts.append(reduce_logits(logits[:, :columns], chunk_targets - first_token))
+        _, target, top, _ = self.gather(torch.cat(parts, dim=1)).double().unbind(1)
+        distance = top.max(0).values - target.max(0).values
+        columns = (torch.ones_like(distance), (distance == 0).double(), distance)
+        per_item = [
+            torch.segment_reduce(column, reduction, lengths=sizes)
+            for column, reduction in zip(columns, ("sum", "sum", "max"), strict=True)
+        ]
+        return torch.stack(per_item, dim=1)
+
+    def to_lists(self, items: list[int], answers: Tensor) -> dict[str, Any]:
+        """Return the columns `numbers`, `compared`, `exact` and `largest` (None: not finite) as
+        lists, in the order of the requests' numbers.
+        """
+        rows = answers.reshape(-1, 3).tolist()
+        table = sorted(zip((self.texts.numbers[i] for i in items), rows, strict=True))
+        return {
+            "numbers": [number for number, _ in table],
+            "compared": [int(row[0]) for _, row in table],
+            "exact": [int(row[1]) for _, row in table],
+            "largest": [
+                row[2] if np.isfinite(row[2]) and row[2] >= 0 else None for _, row in table
+            ],
+        }
+
+
 READERS: dict[str, Callable[..., AnswerReader]] = {
     "score_choices": ChoiceReader,
     "score_texts": LossReader,
+    "check_answers": DistanceReader,
 }
 
 

@@ -8,6 +8,7 @@ Other packages add tasks through the entry-point group `steelyard.tasks`; each e
 from steelyard import plugins
 from steelyard.errors import RequestError
 from steelyard.tasks.alpaca.task import TASK as ALPACA
+from steelyard.tasks.generate.task import TASK as GENERATE
 from steelyard.tasks.lambada.task import TASK as LAMBADA
 from steelyard.tasks.mmlu.task import TASK as MMLU
 from steelyard.tasks.openwebtext.task import TASK as OPENWEBTEXT
@@ -15,7 +16,7 @@ from steelyard.tasks.superglue_record.task import TASK as SUPERGLUE_RECORD
 from steelyard.tasks.task import Task
 
 ENTRY_POINT_GROUP = "steelyard.tasks"
-SHIPPED_TASKS = [MMLU, LAMBADA, OPENWEBTEXT, ALPACA, SUPERGLUE_RECORD]
+SHIPPED_TASKS = [MMLU, LAMBADA, OPENWEBTEXT, ALPACA, SUPERGLUE_RECORD, GENERATE]
 
 
 def load_tasks() -> dict[str, Task]:

@@ -1,4 +1,4 @@
-"""Kinds of work (score, train): one row each, with everything that differs between them.
+"""Kinds of work (score, train, generate): one row each, with everything that differs between them.
 
 Other packages add kinds through the entry-point group `steelyard.kinds`; each entry point names a
 `Kind`. A string with a colon refers to `module:attribute` and is loaded with
@@ -17,15 +17,16 @@ ENTRY_POINT_GROUP = "steelyard.kinds"
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of work (scoring, training), as a row: its `name`; `works`, what an engine must
+    """One kind of work (scoring, training, generation), as a row: its `name`; `works`, what an engine must
     support and the counter of each; `passes` (in fixed order if `ordered`), of which `headline`
     ones give rates and quality, `judged` ones are checked for validity, `required` ones are in
     every run, `stepped` ones take a global batch per step, `initial` ones are skipped on resuming,
     `bare` ones run without instrumentation.
 
     Further fields say what is computed (`trains`: weights change; `products`: matmul layouts per
-    weight; `pipeline`; `shares`; `ranks_meet`: ranks synchronize in every step; `precisions`), what
-    is measured (`loop`, `step_values`, `step_metrics`, `steady`), what makes a result valid
+    weight; `pipeline`; `shares`; `ranks_meet`: ranks synchronize in every step; `replicas`;
+    `has_load`: requests come under a load; `precisions`), what is measured (`loop`, `step_values`,
+    `step_metrics`, `steady`, `span`; `request_passes`, `check_passes`, `check_work`), what makes a result valid
     (`rules`, `gate_needs`), and how pages show it (`columns`, `data_facts`, headings). `forwards`
     is a step's model FLOPs as a multiple of one forward's. The defaults are those of a kind that
     runs forwards of a model and changes no weights.
@@ -48,16 +49,24 @@ class Kind:
     # passes without instrumentation → the instrumented pass each is compared with
     bare: Mapping[str, str] = field(default_factory=dict)
     cut_by_steps: bool = False  # whether --steps leaves items unanswered
+    # passes in which a load of requests is driven; each leaves request samples beside its steps
+    request_passes: tuple[str, ...] = ()
+    # passes that score the answers of an earlier pass again, by a reference engine → that pass
+    check_passes: Mapping[str, str] = field(default_factory=dict)
+    check_work: str = ""  # what the reference engine must support for it
 
     # What is computed, and how it is divided over devices.
     # whether weights change: questions have a table `train`, runs may write checkpoints
     trains: bool = False
+    # whether requests are generated under a load: questions have a table `load`
+    has_load: bool = False
     # layouts of the matmuls that use each weight, of equal FLOPs; the forward is `nt`
     products: tuple[MatmulLayout, ...] = ("nt",)
     pipeline: bool = False  # whether a model may be divided into pipeline stages
     shares: bool = False  # whether division open computes shared prefixes once
     # whether all ranks synchronize in every step, not only after a pass
     ranks_meet: bool = False
+    replicas: bool = True  # whether several replicas of a model may divide the work
     precisions: str = "steelyard.case.precision:SCORING_PRESETS"  # precision presets by name
 
     # What is measured.
@@ -67,6 +76,8 @@ class Kind:
     step_metrics: tuple[str, ...] = ()
     # whether rates are those of the steady window, not of the whole pass
     steady: bool = False
+    # `module:function` from a record and a pass to the `RateSpan` of its rates; "": from its steps
+    span: str = ""
 
     # What makes a result valid: functions from a record to check results, and the conditions
     # under which a gate applies.
@@ -148,7 +159,39 @@ TRAIN = Kind(
     data_heading="data.train",
     tool_heading="tool.train",
 )
-SHIPPED_KINDS = [SCORE, TRAIN]
+GENERATE = Kind(
+    name="generate",
+    noun="generation",
+    works={"generate": "steelyard.data.prompts:RequestCounter"},
+    passes=("generate", "check"),
+    headline=("generate",),
+    judged=("generate",),
+    required=("generate",),
+    ordered=True,
+    request_passes=("generate",),
+    check_passes={"check": "generate"},
+    check_work="check_answers",
+    has_load=True,
+    replicas=False,
+    precisions="steelyard.case.precision:GENERATION_PRESETS",
+    span="steelyard.metrics.request_window:make_request_span",
+    rules=(
+        "steelyard.metrics.request_rules:completed_requests",
+        "steelyard.metrics.request_rules:asked_lengths",
+        "steelyard.metrics.request_rules:agreeing_tokens",
+        "steelyard.metrics.request_rules:cold_cache",
+        "steelyard.metrics.request_rules:unbound_client",
+        "steelyard.metrics.request_rules:steady_window",
+        "steelyard.metrics.request_rules:plausible_requests",
+        "steelyard.metrics.request_rules:right_answers",
+        "steelyard.metrics.request_rules:declared_device",
+    ),
+    columns="steelyard.report.columns:GENERATE",
+    data_facts=("source", "rows", "tokenizer", "fingerprint"),
+    data_heading="data.generate",
+    tool_heading="tool.generate",
+)
+SHIPPED_KINDS = [SCORE, TRAIN, GENERATE]
 
 
 def load_kinds() -> dict[str, Kind]:

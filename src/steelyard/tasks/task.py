@@ -111,8 +111,8 @@ class TaskRequest:
     and paths (`sources`; `sources.data` None means that data are to be generated).
 
     `vocab` and `positions` are the model's sizes. `length` (tokens of a row) and `batch` (the
-    global batch, in the task's unit) are for training, 0 for scoring; `pack` is whether a training
-    row may hold several samples. `published` has the case's facts on the published data set by
+    global batch, in the task's unit) are for training, `requests` and `salt` for generation, 0 or
+    empty for other kinds; `pack` is whether a training row may hold several samples. `published` has the case's facts on the published data set by
     name. `load_tokenizer()` returns the tokenizer, `step_batch()` how many items a training step
     takes.
     """
@@ -131,6 +131,8 @@ class TaskRequest:
     published: Mapping[str, int] = field(default_factory=dict)
     subjects: tuple[str, ...] | None = None  # --subjects; only if Task.selects has it
     rows: tuple[str, ...] | None = None  # --rows: ids as data.selection spells them
+    requests: int = 0  # generation: how many requests are sent at least
+    salt: str = ""  # generation: hex digits that make the prompts of this run unlike all others
 
     def load_tokenizer(self) -> Tokenizer:
         """Load the tokenizer of the request: the one that the user named, or the one beside the
@@ -318,7 +320,8 @@ class Task:
     `name`, `kind` of work and `work` (what an engine must support) say what it is; `scores` are its
     metrics, `quality` the one without a gate, `passes` the default ones, `data` the model of
     `question.data`, `batch_unit` what the global batch counts, `starts_trained` whether training
-    begins with trained weights, `selects` the options it accepts beside `--sample`. `prepare` calls
+    begins with trained weights, `selects` the options it accepts beside `--sample`, `needs_data`
+    whether size full reads data, `longest` the most tokens of a sequence. `prepare` calls
     the reader in a worker, `check_data` looks at a path in the parent, `key` is its spelling in
     questions and records, `kind_row` its kind of work.
     """
@@ -360,6 +363,10 @@ class Task:
     selects: tuple[Selector, ...] = ()  # selecting options it accepts, beside --sample
     # outputs, selection → why they do not belong together, or None
     off_scope: Callable[[Any, Selection], str | None] = lambda outputs, selected: None
+    # whether size full reads data from a path; False: the data model says that they are generated
+    needs_data: Callable[[Any], bool] = lambda data: True
+    # tokens of the longest prompt with its output, if the data model says it
+    longest: Callable[[Any], int | None] = lambda data: None
     spelling: str = ""  # in questions, records and keys; "": its name
     data_check: str = ""  # `module:function` that takes a path: see check_data
 

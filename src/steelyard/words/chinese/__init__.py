@@ -7,6 +7,7 @@ from steelyard.words.chinese import (
     checks,
     comparing,
     flagperf,
+    generation,
     machine,
     meanings,
     metrics,
@@ -14,12 +15,13 @@ from steelyard.words.chinese import (
     pages,
 )
 
-MEANINGS = meanings.MEANINGS
+MEANINGS = {**meanings.MEANINGS, **generation.MEANINGS}
 CASES = cases.CASES
 TEXTS: dict[str, str] = {
     **checks.TEXTS,
     **comparing.TEXTS,
     **flagperf.TEXTS,
+    **generation.TEXTS,
     **machine.TEXTS,
     **metrics.TEXTS,
     **notes.TEXTS,

@@ -4,6 +4,7 @@ from steelyard.words.english import (
     checks,
     comparing,
     flagperf,
+    generation,
     machine,
     meanings,
     metrics,
@@ -11,11 +12,12 @@ from steelyard.words.english import (
     pages,
 )
 
-MEANINGS = meanings.MEANINGS
+MEANINGS = {**meanings.MEANINGS, **generation.MEANINGS}
 TEXTS: dict[str, str] = {
     **checks.TEXTS,
     **comparing.TEXTS,
     **flagperf.TEXTS,
+    **generation.TEXTS,
     **machine.TEXTS,
     **metrics.TEXTS,
     **notes.TEXTS,

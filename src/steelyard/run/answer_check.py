@@ -1,0 +1,118 @@
+"""Check generated answers: which are kept, and the job that scores them again by teacher forcing.
+
+A worker (run/worker.py) keeps the token ids of a seeded tenth of the requests. After the timed
+pass a reference engine computes, after the same tokens, how far each generated token is from the
+likeliest one.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from steelyard.case.case import Case
+from steelyard.data.counting import StepCounter, TextCounter
+from steelyard.data.prompts import PromptRequests
+from steelyard.engine import engine_rows
+from steelyard.engine.job import Job
+from steelyard.plan import degrees
+from steelyard.record.request_samples import ClientFacts, RequestSamples
+from steelyard.run.requests import RequestTrace
+
+CHECKERS = ("torch", "transformers")  # reference engines, the first that knows the model is taken
+CHECK_TOKENS = 8192  # tokens of a batch: this pass is not measured
+UNKNOWN_WEIGHTS = "unknown"  # source of the weights of a server that was not started here
+
+
+@dataclass(frozen=True)
+class AnsweredTexts:
+    """Answers to check: each row of `rows` is a prompt with what was generated behind it, of which
+    the first `prompt_lens` tokens are the prompt; `numbers` are those of the requests. It is the
+    input of work `check_answers`.
+    """
+
+    numbers: list[int] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    prompt_lens: list[int] = field(default_factory=list)
+
+    @property
+    def groups(self) -> list[int]:
+        """The group number of each row: nothing is shared between them."""
+        return list(range(len(self.rows)))
+
+    def to_outputs(self) -> dict[str, Any]:
+        """Return the generated tokens as a record keeps them."""
+        tokens = [
+            row[length:] for row, length in zip(self.rows, self.prompt_lens, strict=True)
+        ]
+        return {"numbers": self.numbers, "tokens": tokens}
+
+    def make_counter(self, case: Case) -> StepCounter:
+        """Return what counts the tokens of the check, of which each row needs the logits of its
+        generated tokens.
+        """
+        window = getattr(case.question.model, "window", None)
+        outputs = {
+            len(row): len(row) - length
+            for row, length in zip(self.rows, self.prompt_lens, strict=True)
+        }
+        return TextCounter(self, "closed", lambda length: outputs.get(length, 1), window)
+
+
+def collect_answers(trace: RequestTrace, requests: PromptRequests, every: bool) -> AnsweredTexts:
+    """Return the answers of a pass that are to be checked: of all requests if `every`, else of a
+    seeded tenth. Requests that failed, and those whose tokens are not known, are left out.
+    """
+    answers = AnsweredTexts()
+    for number in requests.choose_checked(len(trace.states), every):
+        ids = trace.get_output_ids(number, requests)
+        if ids:
+            prompt = list(trace.states[number].request.prompt)
+            answers.numbers.append(number)
+            answers.rows.append([*prompt, *ids])
+            answers.prompt_lens.append(len(prompt))
+    return answers
+
+
+def choose_checker(case: Case) -> str:
+    """Return the name of the reference engine that checks answers of a case's model: the first of
+    `CHECKERS` that has its family.
+    """
+    family = case.question.model.family
+    return next(
+        (name for name in CHECKERS if family in engine_rows.find_engine(name).families),
+        CHECKERS[-1],
+    )
+
+
+def make_check_job(job: Job, work: str) -> Job:
+    """Return the job of a reference engine that checks answers: the same model in the same
+    precision, computed plainly, every token of every row on one device.
+    """
+    case, plan = job.case, degrees.make_single_plan()
+    tune = case.tune.model_copy(
+        update={"compile": False, "batch_tokens": CHECK_TOKENS, "warmup": 0, "attention": "auto"}
+    )
+    question = case.question.model_copy(update={"division": "closed"})
+    return replace(
+        job,
+        case=case.model_copy(update={"tune": tune, "question": question}),
+        work=work,
+        plan=plan,
+        place=degrees.find_position(plan, 0),
+        rank=0,
+        world=1,
+        steps=None,
+    )
+
+
+def add_client_facts(samples: RequestSamples, details: dict[str, Any]) -> RequestSamples:
+    """Return request samples with what an engine found out about its client before the pass: the
+    error of its stamps on the mock server (`mock_requests`, `mock_error_us` of its details); the
+    same samples if it did not.
+    """
+    if samples.client is None or "mock_error_us" not in details:
+        return samples
+    facts = samples.client.model_dump() | {
+        "mock_requests": details["mock_requests"],
+        "mock_error_us": tuple(details["mock_error_us"]),
+    }
+    return samples.model_copy(update={"client": ClientFacts(**facts)})

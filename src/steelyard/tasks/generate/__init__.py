@@ -1,0 +1,1 @@
+"""Generation: prompts that a model continues, greedily, by so many tokens."""

@@ -1,0 +1,108 @@
+"""The `Task` row of generation: what prompts are made of, how long they and their outputs are, and
+what a record keeps of the answers.
+"""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from steelyard.data.request_outcomes import Lengths
+from steelyard.schema import FrozenModel
+from steelyard.tasks.generate import answers
+from steelyard.tasks.task import Score, Task
+from steelyard.words import get_meanings
+
+MAX_TOKENS = 1 << 24
+Source = Literal["ids", "texts", "sharegpt", "trace"]
+LengthField = Literal["data"] | int | tuple[int, int]
+
+
+class GenerateData(FrozenModel):
+    """The fields of `question.data` of generation. `source` is what prompts are made of: seeded
+    token `ids`, `texts` (a jsonl file or token files), ShareGPT's file, or a `trace` of lengths and
+    arrivals. `prompt_tokens` and `output_tokens` are a number, two bounds to draw from uniformly,
+    or "data": the data's own. `lengths` is "exact" (the end-of-text token is ignored) or "natural".
+
+    `fingerprint` is that of the published data (other data are not refused). Validation raises
+    ValueError for bounds that are none, and for the lengths of data that have none.
+    """
+
+    kind: Literal["generate"]
+    source: Source
+    prompt_tokens: LengthField
+    output_tokens: LengthField
+    lengths: Lengths = "exact"
+    fingerprint: str | None = None
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        """Raise ValueError if a length is out of bounds, bounds are in the wrong order, or the
+        data's own are asked for where the source has none.
+        """
+        for name, rule in (("prompt_tokens", self.prompt_tokens), ("output_tokens", self.output_tokens)):
+            if rule == "data":
+                if self.source == "ids" or (self.source == "texts" and name == "output_tokens"):
+                    raise ValueError(f"{name} 'data': prompts of source {self.source!r} have none")
+                continue
+            bounds = rule if isinstance(rule, tuple) else (rule, rule)
+            if not 1 <= bounds[0] <= bounds[1] <= MAX_TOKENS:
+                raise ValueError(
+                    f"{name} {rule}: allowed are a number of tokens, or two bounds [least, most]"
+                )
+        return self
+
+
+def find_longest(data: GenerateData) -> int | None:
+    """Return the most tokens that a prompt and its output have together; None if the data decide.
+    """
+    bounds = [data.prompt_tokens, data.output_tokens]
+    numbers = [rule[1] if isinstance(rule, tuple) else rule for rule in bounds]
+    return None if "data" in numbers else sum(int(number) for number in numbers)
+
+
+def _needs_data(data: Any) -> bool:
+    """Return whether size full reads prompts from a file: all sources but seeded ids do."""
+    return bool(data.source != "ids")
+
+
+TASK = Task(
+    name="generate",
+    kind="generate",
+    work="generate",
+    noun="request",
+    data=GenerateData,
+    outputs=answers.GenerateOutputs,
+    reader="steelyard.tasks.generate.data:prepare",
+    check=answers.check_answers,
+    merge=answers.merge_answers,
+    score=answers.score_answers,
+    tally=lambda outputs, pass_name: None,
+    scores=(
+        Score(
+            "exact_tokens", "exact", *get_meanings("score.exact_tokens"), form="percent", of="check"
+        ),
+        Score(
+            "answer_distance",
+            "distance",
+            *get_meanings("score.answer_distance"),
+            unit="nats",
+            better="lower",
+            form="number",
+            of="check",
+        ),
+        Score(
+            "checked_requests",
+            "checked",
+            *get_meanings("score.checked_requests"),
+            better="",
+            form="number",
+            of="check",
+        ),
+    ),
+    quality="exact_tokens",
+    passes=("generate", "check"),
+    differences=answers.find_differences,
+    needs_data=_needs_data,
+    longest=find_longest,
+    data_check="steelyard.tasks.generate.data:check_source",
+)
