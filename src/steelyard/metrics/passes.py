@@ -12,6 +12,7 @@ from dataclasses import dataclass
 # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
 from math import fsum
 
+from steelyard import plugins
 from steelyard.metrics import formulas_1, stats
 from steelyard.plan import degrees
 from steelyard.record.record import PassFacts, Record, Sample
@@ -136,14 +137,18 @@ def _list_compute_times(groups: Iterable[Sequence[Sample]]) -> list[list[float]]
 
 
 def find_rate_span(record: Record) -> RateSpan | None:
-    """Return the span that rates are taken over: the whole headline pass, or its steady window if
-    the kind of work has one (`Kind.steady`: training).
+    """Return the span that rates are taken over: the whole headline pass, its steady window if the
+    kind of work has one (`Kind.steady`: training), or what the function that the kind names
+    (`Kind.span`: generation) finds.
 
-    None if no headline pass ran, or training has no working step.
+    None if no headline pass ran, training has no working step, or that function finds none.
     """
     pass_name = find_headline_pass(record)
     if pass_name is None:
         return None
+    if record.task.kind_row.span:
+        span: RateSpan | None = plugins.load_reference(record.task.kind_row.span)(record, pass_name)
+        return span
     return (
         _make_steady_span(record, pass_name)
         if record.task.kind_row.steady

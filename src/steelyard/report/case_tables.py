@@ -23,6 +23,7 @@ from steelyard.report.numbered_runs import (
     average_metric,
     format_accelerator,
     format_changed_settings,
+    format_load,
     format_metric,
     format_parallel_plan,
     format_reason_codes,
@@ -391,6 +392,7 @@ _SETTING_TEXTS: dict[str, Callable[[Record], str]] = {
     "division": lambda record: record.case.division,
     "config": lambda record: record.plan.config,
     "parallel": format_parallel_plan,
+    "load": format_load,
     "fix_hp": format_changed_settings,
     "mem_stages": format_stage_memory,
 }

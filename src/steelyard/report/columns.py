@@ -96,11 +96,32 @@ _TRAIN_FIELDS = (
     *_ENERGY,
 )
 
+_GENERATE_FIELDS = (
+    TableField("tool", title="column.tool.generate"),
+    TableField("precision"),
+    TableField("division"),
+    TableField("config"),
+    TableField("parallel", optional=True),
+    TableField("load"),
+    _metric_field("e2e_time"),
+    _metric_field("output_tokens_per_s", strong=True),
+    _metric_field("tokens_per_device_s"),
+    TableField("ttft", ("ttft_p50", "ttft_p90", "ttft_p99"), title="column.ttft"),
+    TableField("tpot", ("tpot_p50", "tpot_p90", "tpot_p99"), title="column.tpot"),
+    _metric_field("interactivity"),
+    _metric_field("goodput", optional=True),
+    _metric_field("mbu", optional=True),
+    _metric_field("mfu_prefill", optional=True),
+    _metric_field("exact_tokens"),
+    _MEM,
+    _metric_field("energy_per_output_token", optional=True),
+)
+
 
 @dataclass(frozen=True)
 class TableLayout:
     """The columns (`fields`) of the table of all values and the headline rates of a kind of work:
-    SCORE or TRAIN here, or that of a plug-in.
+    SCORE, TRAIN or GENERATE here, or that of a plug-in.
 
     `whole` and `core` name the metrics for the rate over wall time and over compute time; `other`
     has such a pair (whole, core) by name of the pass, for runs with another headline pass (the pass
@@ -117,6 +138,7 @@ SCORE = TableLayout(
     _SCORE_FIELDS, "p_infer_whole", "p_infer_core", {"val": ("p_val_whole", "p_val_core")}
 )
 TRAIN = TableLayout(_TRAIN_FIELDS, "p_whole", "p_core")
+GENERATE = TableLayout(_GENERATE_FIELDS, "output_tokens_per_s", "output_tokens_per_s")
 
 
 def load_table_layout(kind: Kind) -> TableLayout:

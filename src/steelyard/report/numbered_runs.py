@@ -221,6 +221,14 @@ def format_scope(record: Record, say: PageWords, brief: bool = False) -> str:
     return say("comma").join([scope_text, *resumed])
 
 
+def format_load(record: Record) -> str:
+    """Return the load under which requests were generated, such as `C16`; UNKNOWN for other kinds
+    of work.
+    """
+    load = record.question.load
+    return UNKNOWN if load is None else load.name
+
+
 def format_metric(name: str, value: Value | None) -> str:
     """Format a metric's value without its unit; UNKNOWN for None."""
     return (

@@ -9,7 +9,6 @@ run/worker.py beside `measure`, with the same clock.
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from steelyard.accelerators.events import Clock, Timeline, get_clock_name
 from steelyard.case.load import Load
 from steelyard.data.prompts import GenerationRequest, PromptRequests
 from steelyard.data.request_outcomes import OUTCOMES, CountedBy
-from steelyard.engine.generation import RequestEnd, RequestPort, RequestSink
+from steelyard.engine.generation import RequestEnd, RequestPort
 from steelyard.engine.work import Work
 from steelyard.record.request_samples import (
     PER_CHUNK,
@@ -37,7 +36,6 @@ TICK_S = 0.05  # the loop wakes up at least so often, and so knows how late it w
 MAX_FAILURES = 64
 MAX_ERRORS = 20  # texts of failures that are kept
 MAX_ERROR_CHARS = 500
-OpenPort = Callable[[RequestSink, Clock], AbstractContextManager[RequestPort]]
 
 
 def plan_arrivals(load: Load, requests: PromptRequests, min_time_s: float | None) -> list[float]:
@@ -83,9 +81,9 @@ class _RequestState:
     scheduled_s: float
     due_s: float
     sent_s: float
-    times_s: array[float] = field(default_factory=lambda: array("d"))
-    tokens: array[int] = field(default_factory=lambda: array("q"))
-    ids: array[int] = field(default_factory=lambda: array("q"))
+    times_s: "array[float]" = field(default_factory=lambda: array("d"))
+    tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    ids: "array[int]" = field(default_factory=lambda: array("q"))
     end_s: float | None = None
     end: RequestEnd = RequestEnd("missing")
 
@@ -114,7 +112,8 @@ class RequestTrace:
 
 
 class RequestLoop:
-    """Drives the requests of one pass; a `RequestSink` to the engine's port. `run` does it all.
+    """Drives the requests of one pass; a `RequestSink` to the engine's port. `plan` fixes the
+    schedule, `run` sends the requests, `make_trace` returns what was measured.
 
     `load` and `requests` say what is sent and when, `min_time_s` for how long at least (None: as
     many as there are). `request_done` is called with the number of requests that have ended, `busy`
@@ -136,39 +135,36 @@ class RequestLoop:
         self._request_done, self._busy = request_done, busy
         self._states: list[_RequestState] = []
         self._marks: list[Mark] = []
-        self._lags_s: array[float] = array("d")
+        self._lags_s: "array[float]" = array("d")
         self._open = self._ended = self._failures = 0
         self._start = 0.0
+        self._client_cpu_s: float | None = None  # None: the engine worked in the same process
         self._arrivals: deque[float] = deque()
         self._free_slots: deque[float] = deque()  # when each free slot became free
         self._prepared: deque[GenerationRequest] = deque()
 
-    def run(self, open_port: OpenPort, pass_name: str, rank: int = 0) -> RequestTrace:
-        """Send all requests through the port that `open_port` opens, wait until each has ended, and
-        return what was measured. The device is waited for before and after.
+    def run(self, port: RequestPort) -> PassTrace:
+        """Send all planned requests through a port, wait until each has ended, and return the
+        borders of the pass with the engine's own steps. The device is waited for before and after.
         """
-        self._plan()
-        with open_port(self, self._clock) as port:
-            self._device.synchronize()
-            busy_s = None if self._busy is None else self._busy()
-            self._start = self._clock()
-            first = self._device.event()
-            while self._submit_due(port) or self._open:
-                self._wait(port)
-            last = self._device.event()
-            self._device.synchronize()
-            wall_s = self._clock() - self._start
-            cpu_s = None if self._busy is None or busy_s is None else self._busy() - busy_s
+        self._device.synchronize()
+        busy_s = None if self._busy is None else self._busy()
+        self._start = self._clock()
+        first = self._device.event()
+        while self._submit_due(port) or self._open:
+            self._wait(port)
+        last = self._device.event()
+        self._device.synchronize()
+        wall_s = self._clock() - self._start
+        cpu_s = None if self._busy is None or busy_s is None else self._busy() - busy_s
+        self._client_cpu_s = cpu_s if port.is_separate else None
         clock_name = get_clock_name(last)
         device_s = first.elapsed_s(last) if clock_name == "device" else None
-        steps = PassTrace(self._start, wall_s, device_s, cpu_s, clock_name, first, self._marks)
-        client_cpu_s = cpu_s if port.is_separate else None
-        samples = self._make_samples(pass_name, rank, wall_s, client_cpu_s)
-        return RequestTrace(steps, samples, self._states)
+        return PassTrace(self._start, wall_s, device_s, cpu_s, clock_name, first, self._marks)
 
-    def _plan(self) -> None:
+    def plan(self) -> None:
         """Fix the schedule, and make all requests that are known to be sent, before the clock
-        starts.
+        starts. Called once, before `run`.
         """
         count, load = self._requests.count, self._load
         if load.mode == "rate":
@@ -255,12 +251,11 @@ class RequestLoop:
         """Stamp the end of a step of an engine in this process, as `RequestSink` says."""
         self._marks.append((work, self._clock() - self._start, self._device.event()))
 
-    def _make_samples(
-        self, pass_name: str, rank: int, wall_s: float, client_cpu_s: float | None
-    ) -> RequestSamples:
-        """Return the request samples of the pass, with those that were planned and never sent as
-        `missing`.
+    def make_trace(self, steps: PassTrace, pass_name: str, rank: int = 0) -> RequestTrace:
+        """Return what was measured in a finished pass: `steps`, as `run` returned it, and the
+        request samples, with those that were planned and never sent as `missing`.
         """
+        wall_s, client_cpu_s = steps.wall_s, self._client_cpu_s
         for state in self._states:
             _settle_tokens(state)
         unsent = [*self._prepared] if self._failures >= MAX_FAILURES else []
@@ -273,7 +268,7 @@ class RequestLoop:
         )
         counted: set[CountedBy] = {state.end.counted_by for state in self._states}
         lags_us = sorted(_to_us(lag_s) for lag_s in self._lags_s) or [0]
-        return make_request_samples(
+        samples = make_request_samples(
             _make_columns(states, wall_s, self._requests),
             pass_name=pass_name,
             rank=rank,
@@ -287,6 +282,7 @@ class RequestLoop:
                 cpu_share=None if client_cpu_s is None else client_cpu_s / max(wall_s, 1e-9),
             ),
         )
+        return RequestTrace(steps, samples, self._states)
 
 
 def _settle_tokens(state: _RequestState) -> None:

@@ -8,7 +8,7 @@ imports no framework itself: its engine's row names one.
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -406,14 +406,20 @@ class Worker(RankProcess):
             request_done=lambda done: self.write_progress(pass_name, min(done, count - 1), count),
             busy=read_cpu_time_s,
         )
-        self.events.send(WorkerEvent(event="begin", pass_name=pass_name))
-        with self.budget.part(pass_name):
-            trace = loop.run(partial(engine.open_port, pass_name), pass_name, self.rank)
-        self.events.send(WorkerEvent(event="end", pass_name=pass_name))
+        with ExitStack() as port_stack:
+            with self.budget.part(f"open_{pass_name}"):
+                loop.plan()
+                port = port_stack.enter_context(engine.open_port(pass_name, loop, now))
+            self.events.send(WorkerEvent(event="begin", pass_name=pass_name))
+            with self.budget.part(pass_name):
+                steps = loop.run(port)
+            self.events.send(WorkerEvent(event="end", pass_name=pass_name))
+            with self.budget.part(f"close_{pass_name}"):
+                port_stack.close()
         self.write_progress(pass_name, count, count)
-        steps = trace.steps.make_samples(pass_name, self.rank)
-        self._store_pass(pass_name, trace.steps, steps, framework)
+        self._store_pass(pass_name, steps, steps.make_samples(pass_name, self.rank), framework)
         with self.budget.part(f"outputs_{pass_name}"):
+            trace = loop.make_trace(steps, pass_name, self.rank)
             samples = add_client_facts(trace.samples, engine.details())
             self._answers = collect_answers(trace, requests, self.case.size == "smoke")
             answers = self.task.check(self._answers.to_outputs(), self.outputs)

@@ -1,0 +1,333 @@
+"""Engine `transformers`, generation: the library's continuous batching as it comes, and its plain
+`generate` with a static cache for one request at a time.
+
+Both run in a thread of their own, and tokens reach this port through a queue, where the loop stamps
+them. The library does not tell its steps apart, so none are reported. Division closed turns the
+sharing of prefixes off.
+"""
+
+import gc
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from steelyard.data.prompts import GenerationRequest, PromptRequests
+from steelyard.engine.generation import RequestEnd, RequestSink
+from steelyard.engine.job import Job, Part
+from steelyard.engines.transformers.score import TransformersScorer
+from steelyard.models.tensors import format_dtypes
+
+NO_END = -1  # the id of an end-of-text token that no token has
+BLOCK_TOKENS = 256  # of the library's cache
+STOP_S = 60.0  # for the library's thread to end
+
+
+class TransformersGenerate:
+    """The engine `transformers` for generation (a `GenerationEngine`): `generate` with a static
+    cache at concurrency 1, else the manager of continuous batching, which `generate_batch` uses
+    too. `prepare` loads the model and sends warm-up requests, `open_port` runs a pass.
+    """
+
+    def __init__(self, job: Job) -> None:
+        """Store the job and check `tune.attention`; the model is loaded by `prepare`."""
+        self.job, self.inputs = job, job.inputs
+        self._scorer: TransformersScorer | None = TransformersScorer(job)
+        self._weights: dict[str, Any] = {}
+        self._tensors: dict[str, Any] = {}
+        load = job.case.question.load
+        self.one_by_one = load is not None and load.concurrency == 1
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """Return the source of the weights for the record; empty before `prepare`."""
+        return self._weights
+
+    def prepare(self, name: str, part: Part) -> None:
+        """Load the model before the first pass and send `tune.warmup` rounds of warm-up requests,
+        one for each slot, through a port of its own.
+        """
+        scorer = self._get_scorer()
+        if not self._weights:
+            with part("weights"):
+                self._weights = scorer.load()
+                parameters = list(scorer.tensors())
+                self._tensors = {
+                    "parameters": sum(tensor.numel() for tensor in parameters),
+                    "dtypes": {"parameters": format_dtypes(parameters)},
+                }
+                self.job.device.synchronize()
+        with part(f"warmup_{name}"):
+            self._warm_up()
+            self.job.device.synchronize()
+
+    def _warm_up(self) -> None:
+        """Send warm-up requests and wait until each has ended. Raises RuntimeError if one failed.
+        """
+        load, tune = self.job.case.question.load, self.job.case.tune
+        slots = 1 if load is None else min(load.concurrency or 8, 64)
+        sink = _WarmupSink()
+        with self._open(sink) as port:
+            for number in range(tune.warmup * slots):
+                port.submit(self.inputs.make_warmup(number))
+            while sink.ended < tune.warmup * slots:
+                port.take(timeout_s=1.0)
+        if sink.errors:
+            raise RuntimeError(f"a warm-up request failed: {sink.errors[0]}")
+
+    @contextmanager
+    def open_port(self, name: str, sink: RequestSink, clock: Any) -> Iterator["QueuePort"]:
+        """Open the port of a pass, which reports to `sink`; its thread ends behind it."""
+        with self._open(sink) as port:
+            port.clock = clock
+            yield port
+
+    @contextmanager
+    def _open(self, sink: RequestSink) -> Iterator["QueuePort"]:
+        """Start the library's thread, or one for `generate`, and end it behind the block."""
+        model: Any = self._get_scorer().model.model
+        backend: _Manager | _OneByOne = (
+            _OneByOne(model, self._make_config(), self.job)
+            if self.one_by_one
+            else _Manager(model, self._make_config(), self._make_batching_config())
+        )
+        try:
+            yield QueuePort(backend, sink)
+        finally:
+            backend.stop()
+
+    def _make_config(self) -> GenerationConfig:
+        """Return the library's settings of greedy decoding; the end of a text is ignored unless
+        lengths are natural.
+        """
+        inputs: PromptRequests = self.inputs
+        tokenizer = inputs.source.tokenizer
+        end = None if tokenizer is None or inputs.lengths == "exact" else tokenizer.end
+        return GenerationConfig(
+            do_sample=False, eos_token_id=NO_END if end is None else end, pad_token_id=0
+        )
+
+    def _make_batching_config(self) -> ContinuousBatchingConfig:
+        """Return the library's settings of continuous batching: the tune's tokens of a step, no
+        shared prefixes in division closed, and on a CPU, of which the library does not know the
+        free memory, as many blocks as the load can fill.
+        """
+        case = self.job.case
+        options: dict[str, Any] = {
+            "max_batch_tokens": case.tune.batch_tokens,
+            "allow_block_sharing": case.question.division == "open",
+        }
+        if self.job.device.torch_device.type == "cpu":
+            load = case.question.load
+            slots = (None if load is None else load.concurrency) or min(self.inputs.count, 64)
+            longest = sum(self.inputs.find_lengths(0))
+            options["num_blocks"] = (slots + 1) * (longest // BLOCK_TOKENS + 2)
+        known = {option.name for option in fields(ContinuousBatchingConfig)}
+        return ContinuousBatchingConfig(**{k: v for k, v in options.items() if k in known})
+
+    def _get_scorer(self) -> TransformersScorer:
+        """Return the loaded model's holder; raise RuntimeError after `close`."""
+        if self._scorer is None:
+            raise RuntimeError("the engine is closed")
+        return self._scorer
+
+    def close(self) -> None:
+        """Let go of the model and give its memory back to the device."""
+        self._scorer = None
+        gc.collect()
+        self.job.device.release_memory()
+
+    def details(self) -> dict[str, Any]:
+        """Return how requests are run (`scheduling`), and number and types of the weights."""
+        scheduling = "generate, static cache" if self.one_by_one else "continuous batching"
+        return {"attention": "sdpa", "scheduling": scheduling, **self._tensors}
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """What arrived of a request: new token `ids`, and its `end` if it has ended."""
+
+    number: int
+    ids: list[int] = field(default_factory=list)
+    end: RequestEnd | None = None
+
+
+class QueuePort:
+    """The port of an engine whose thread leaves arrivals in a queue (a `RequestPort`): `wait` takes
+    them out and reports them to `sink`.
+    """
+
+    is_separate = False
+    clock: Any
+
+    def __init__(self, backend: "_Manager | _OneByOne", sink: RequestSink) -> None:
+        self._backend, self._sink = backend, sink
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Hand a request to the engine's thread."""
+        self._backend.submit(request)
+
+    def wait(self, until_s: float | None) -> None:
+        """Report arrivals until the clock shows `until_s` or a request has ended."""
+        while until_s is None or self.clock() < until_s:
+            timeout_s = None if until_s is None else until_s - self.clock()
+            if self.take(timeout_s):
+                return
+
+    def take(self, timeout_s: float | None) -> bool:
+        """Take one arrival out of the queue, wait for it at most so long (None: without limit), and
+        report it; return whether a request ended.
+        """
+        arrival = self._backend.take(timeout_s)
+        if arrival is None:
+            return False
+        if arrival.ids:
+            self._sink.add_chunk(arrival.number, len(arrival.ids), arrival.ids)
+        if arrival.end is not None:
+            self._sink.end_request(arrival.number, arrival.end)
+        return arrival.end is not None
+
+
+class _Manager:
+    """The library's manager of continuous batching, started; requests stream their tokens."""
+
+    def __init__(self, model: Any, config: GenerationConfig, batching: Any) -> None:
+        """Start the library's thread."""
+        self._manager = model.init_continuous_batching(
+            generation_config=config, continuous_batching_config=batching
+        )
+        self._manager.start()
+        self._seen: dict[int, int] = {}  # number of an open request → tokens reported so far
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Add a request under its number."""
+        self._seen[request.number] = 0
+        self._manager.add_request(
+            list(request.prompt),
+            request_id=str(request.number),
+            max_new_tokens=request.output_tokens,
+            streaming=True,
+        )
+
+    def take(self, timeout_s: float | None) -> _Arrival | None:
+        """Return the next arrival, None if there is none in time. If the library's thread has ended,
+        every open request has failed.
+        """
+        result = self._manager.get_result(timeout=timeout_s)
+        if result is None:
+            if self._seen and not self._manager.is_running():
+                number = next(iter(self._seen))
+                del self._seen[number]
+                return _Arrival(number, end=RequestEnd("failed", "the library's thread ended"))
+            return None
+        number = int(result.request_id)
+        ids = list(result.generated_tokens[self._seen.get(number, 0) :])
+        if not result.is_finished():
+            self._seen[number] = len(result.generated_tokens)
+            return _Arrival(number, ids)
+        self._seen.pop(number, None)
+        end = RequestEnd() if result.error is None else RequestEnd("failed", str(result.error))
+        return _Arrival(number, ids, end)
+
+    def stop(self) -> None:
+        """End the library's thread and free its cache."""
+        self._manager.stop(block=True, timeout=STOP_S)
+        destroy = getattr(self._manager, "destroy", None)
+        if destroy is not None:  # later versions have it
+            destroy()
+
+
+class _TokenStreamer(BaseStreamer):  # type: ignore[misc]
+    """Leaves the tokens of one request of `generate` in a queue as they come."""
+
+    def __init__(self, number: int, arrivals: "queue.Queue[_Arrival]") -> None:
+        self._number, self._arrivals, self._is_prompt = number, arrivals, True
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the tokens of a step; the first are the prompt."""
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self._arrivals.put(_Arrival(self._number, value.flatten().tolist()))
+
+    def end(self) -> None:
+        """Do nothing: the thread reports the end."""
+
+
+class _OneByOne:
+    """A thread that runs `generate` with a static cache, one request after the other."""
+
+    def __init__(self, model: Any, config: GenerationConfig, job: Job) -> None:
+        """Start the thread."""
+        self._model, self._config, self._job = model, config, job
+        self._requests: queue.Queue[GenerationRequest | None] = queue.Queue()
+        self._arrivals: queue.Queue[_Arrival] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Put a request behind those that wait."""
+        self._requests.put(request)
+
+    def take(self, timeout_s: float | None) -> _Arrival | None:
+        """Return the next arrival, None if there is none in time."""
+        try:
+            return self._arrivals.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._requests.put(None)
+        self._thread.join(STOP_S)
+
+    def _run(self) -> None:
+        """Generate for each request in turn, until None comes. An error ends its request alone."""
+        while (request := self._requests.get()) is not None:
+            try:
+                self._generate(request)
+            except (RuntimeError, ValueError, TypeError) as error:
+                end = RequestEnd("failed", " ".join(str(error).split())[:500])
+            else:
+                end = RequestEnd()
+            self._arrivals.put(_Arrival(request.number, end=end))
+
+    def _generate(self, request: GenerationRequest) -> None:
+        """Run `generate` for one request; its tokens go to the queue as they come."""
+        tune = self._job.case.tune
+        prompt = torch.tensor([list(request.prompt)], device=self._job.device.torch_device)
+        with torch.inference_mode():
+            self._model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                generation_config=self._config,
+                max_new_tokens=request.output_tokens,
+                cache_implementation="static",
+                disable_compile=not tune.compile,
+                streamer=_TokenStreamer(request.number, self._arrivals),
+            )
+
+
+class _WarmupSink:
+    """Takes what warm-up requests report, and keeps how many ended and their errors."""
+
+    def __init__(self) -> None:
+        self.ended, self.errors = 0, list[str]()
+
+    def add_chunk(self, number: int, tokens: int, ids: Any = ()) -> None:
+        """Ignore the tokens of a warm-up request."""
+
+    def end_request(self, number: int, end: RequestEnd) -> None:
+        """Count the end of a warm-up request, and keep its error."""
+        self.ended += 1
+        if end.outcome != "ok":
+            self.errors.append(end.error or end.outcome)
+
+    def add_step(self, work: Any) -> None:
+        """Ignore a step."""
