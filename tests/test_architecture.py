@@ -300,6 +300,7 @@ ROOMS: dict[str, set[str]] = {
     "engines.megatron": WORK_ROOMS,
     "engines.paddle": {*WORK_ROOMS, "accelerators"},
     "engines.flagscale": {*WORK_ROOMS, "accelerators"},
+    "engines.http": {*WORK_ROOMS, "accelerators", "record"},
     "scoring": {"data", "engine", "kernels", "models"},
     "training": {"case", "data", "engine", "kernels", "models", "plan", "weights"},
     "weights": {"models"},

@@ -9,9 +9,10 @@ sharing of prefixes off.
 import gc
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
+from math import fsum
 from typing import Any
 
 import torch
@@ -22,25 +23,39 @@ from steelyard.data.prompts import GenerationRequest, PromptRequests
 from steelyard.engine.generation import RequestEnd, RequestSink
 from steelyard.engine.job import Job, Part
 from steelyard.engines.transformers.score import TransformersScorer
+from steelyard.errors import RequestError
 from steelyard.models.tensors import format_dtypes
 
 NO_END = -1  # the id of an end-of-text token that no token has
 BLOCK_TOKENS = 256  # of the library's cache
 STOP_S = 60.0  # for the library's thread to end
+WARMUP_SLOTS = 64  # warm-up requests of a round, at most
+WARMUP_TOKENS = 16  # output of a warm-up request with continuous batching, at most
+MAX_CPU_SLOTS = 64  # requests that the cache on a CPU has room for
 
 
 class TransformersGenerate:
     """The engine `transformers` for generation (a `GenerationEngine`): `generate` with a static
     cache at concurrency 1, else the manager of continuous batching, which `generate_batch` uses
-    too. `prepare` loads the model and sends warm-up requests, `open_port` runs a pass.
+    too. `prepare` loads the model, starts the library's thread and sends warm-up requests,
+    `open_port` runs a pass with the same thread, `close` ends it.
     """
 
     def __init__(self, job: Job) -> None:
-        """Store the job and check `tune.attention`; the model is loaded by `prepare`."""
-        self.job, self.inputs = job, job.inputs
+        """Store the job; the model is loaded by `prepare`. Raises RequestError for a kernel of
+        attention that the library's paged cache does not have.
+        """
+        self.job = job
+        self.inputs: PromptRequests = job.inputs
+        if job.case.tune.attention not in ("auto", "sdpa"):
+            raise RequestError(
+                f"tune.attention={job.case.tune.attention!r}: engine transformers generates with"
+                " sdpa alone; leave it out"
+            )
         self._scorer: TransformersScorer | None = TransformersScorer(job)
+        self._backend: _Manager | _OneByOne | None = None
         self._weights: dict[str, Any] = {}
-        self._tensors: dict[str, Any] = {}
+        self._details: dict[str, Any] = {}
         load = job.case.question.load
         self.one_by_one = load is not None and load.concurrency == 1
 
@@ -50,86 +65,97 @@ class TransformersGenerate:
         return self._weights
 
     def prepare(self, name: str, part: Part) -> None:
-        """Load the model before the first pass and send `tune.warmup` rounds of warm-up requests,
-        one for each slot, through a port of its own.
+        """Load the model and start the library's thread before the first pass, and send
+        `tune.warmup` rounds of warm-up requests, one for each slot.
         """
-        scorer = self._get_scorer()
-        if not self._weights:
+        if self._backend is None:
             with part("weights"):
-                self._weights = scorer.load()
-                parameters = list(scorer.tensors())
-                self._tensors = {
-                    "parameters": sum(tensor.numel() for tensor in parameters),
-                    "dtypes": {"parameters": format_dtypes(parameters)},
-                }
-                self.job.device.synchronize()
+                self._load()
+            with part("engine_start"):
+                self._backend = self._start()
         with part(f"warmup_{name}"):
-            self._warm_up()
+            self._warm_up(self._backend)
             self.job.device.synchronize()
 
-    def _warm_up(self) -> None:
-        """Send warm-up requests and wait until each has ended. Raises RuntimeError if one failed.
-        """
-        load, tune = self.job.case.question.load, self.job.case.tune
-        slots = 1 if load is None else min(load.concurrency or 8, 64)
+    def _load(self) -> None:
+        """Load the model, and note the source, number and types of its weights."""
+        scorer = self._get_scorer()
+        self._weights = scorer.load()
+        parameters = list(scorer.tensors())
+        self._details = {
+            "parameters": sum(tensor.numel() for tensor in parameters),
+            "dtypes": {"parameters": format_dtypes(parameters)},
+        }
+        self.job.device.synchronize()
+
+    def _start(self) -> "_Manager | _OneByOne":
+        """Return the library's thread of continuous batching, or one that runs `generate`."""
+        model: Any = self._get_scorer().model.model
+        if self.one_by_one:
+            return _OneByOne(model, self._make_config(), self.job)
+        return _Manager(model, self._make_config(), self._make_batching_config())
+
+    def _warm_up(self, backend: "_Manager | _OneByOne") -> None:
+        """Send warm-up requests, and return when each has ended. Raises RuntimeError if one failed."""
+        load, rounds = self.job.case.question.load, self.job.case.tune.warmup
+        slots = min((None if load is None else load.concurrency) or WARMUP_SLOTS, WARMUP_SLOTS)
         sink = _WarmupSink()
-        with self._open(sink) as port:
-            for number in range(tune.warmup * slots):
-                port.submit(self.inputs.make_warmup(number))
-            while sink.ended < tune.warmup * slots:
-                port.take(timeout_s=1.0)
+        port = QueuePort(backend, sink)
+        for number in range(rounds * slots):
+            request = self.inputs.make_warmup(number)
+            if not self.one_by_one:  # a static cache is as long as the output that is asked for
+                tokens = min(request.output_tokens, WARMUP_TOKENS)
+                request = replace(request, output_tokens=tokens)
+            port.submit(request)
+        while sink.ended < rounds * slots:
+            port.take(timeout_s=1.0)
         if sink.errors:
             raise RuntimeError(f"a warm-up request failed: {sink.errors[0]}")
 
     @contextmanager
     def open_port(self, name: str, sink: RequestSink, clock: Any) -> Iterator["QueuePort"]:
-        """Open the port of a pass, which reports to `sink`; its thread ends behind it."""
-        with self._open(sink) as port:
-            port.clock = clock
-            yield port
-
-    @contextmanager
-    def _open(self, sink: RequestSink) -> Iterator["QueuePort"]:
-        """Start the library's thread, or one for `generate`, and end it behind the block."""
-        model: Any = self._get_scorer().model.model
-        backend: _Manager | _OneByOne = (
-            _OneByOne(model, self._make_config(), self.job)
-            if self.one_by_one
-            else _Manager(model, self._make_config(), self._make_batching_config())
-        )
-        try:
-            yield QueuePort(backend, sink)
-        finally:
-            backend.stop()
+        """Open the port of a pass, which reports to `sink`. Raises RuntimeError before `prepare`."""
+        if self._backend is None:
+            raise RuntimeError("open_port before prepare")
+        port = QueuePort(self._backend, sink, clock)
+        yield port
+        self._details["library_stamps"] = port.compare_stamps()
 
     def _make_config(self) -> GenerationConfig:
         """Return the library's settings of greedy decoding; the end of a text is ignored unless
         lengths are natural.
         """
-        inputs: PromptRequests = self.inputs
-        tokenizer = inputs.source.tokenizer
-        end = None if tokenizer is None or inputs.lengths == "exact" else tokenizer.end
-        return GenerationConfig(
+        tokenizer, exact = self.inputs.source.tokenizer, self.inputs.lengths == "exact"
+        end = None if tokenizer is None or exact else tokenizer.end
+        return GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False, eos_token_id=NO_END if end is None else end, pad_token_id=0
         )
 
     def _make_batching_config(self) -> ContinuousBatchingConfig:
         """Return the library's settings of continuous batching: the tune's tokens of a step, no
-        shared prefixes in division closed, and on a CPU, of which the library does not know the
-        free memory, as many blocks as the load can fill.
+        shared prefixes in division closed, its lowest level of compilation with `tune.compile`, and
+        on a CPU, of which the library does not know the free memory, as many blocks as the load can
+        fill.
         """
         case = self.job.case
         options: dict[str, Any] = {
             "max_batch_tokens": case.tune.batch_tokens,
             "allow_block_sharing": case.question.division == "open",
+            "default_compile_level": int(case.tune.compile),
         }
         if self.job.device.torch_device.type == "cpu":
-            load = case.question.load
-            slots = (None if load is None else load.concurrency) or min(self.inputs.count, 64)
-            longest = sum(self.inputs.find_lengths(0))
-            options["num_blocks"] = (slots + 1) * (longest // BLOCK_TOKENS + 2)
-        known = {option.name for option in fields(ContinuousBatchingConfig)}
-        return ContinuousBatchingConfig(**{k: v for k, v in options.items() if k in known})
+            options["num_blocks"] = self._count_blocks()
+        return ContinuousBatchingConfig(**options)
+
+    def _count_blocks(self) -> int:
+        """Return how many blocks of the library's cache the load can fill: those of the longest
+        requests, as many as are in flight, and some to spare.
+        """
+        load, count = self.job.case.question.load, self.inputs.count
+        in_flight = None if load is None else load.concurrency or load.max_concurrency
+        slots = min(in_flight or count, count, MAX_CPU_SLOTS)
+        longest: int = max(sum(self.inputs.find_lengths(i)) for i in range(min(count, 1000)))
+        return (slots + 1) * (longest // BLOCK_TOKENS + 2)
 
     def _get_scorer(self) -> TransformersScorer:
         """Return the loaded model's holder; raise RuntimeError after `close`."""
@@ -138,46 +164,64 @@ class TransformersGenerate:
         return self._scorer
 
     def close(self) -> None:
-        """Let go of the model and give its memory back to the device."""
-        self._scorer = None
+        """End the library's thread, let go of the model and give its memory back to the device."""
+        if self._backend is not None:
+            self._backend.stop()
+        self._backend = self._scorer = None
         gc.collect()
         self.job.device.release_memory()
 
     def details(self) -> dict[str, Any]:
-        """Return how requests are run (`scheduling`), and number and types of the weights."""
+        """Return how requests are run (`scheduling`), number and types of the weights, and, after a
+        pass, how far the library's own stamps are from those of the loop (`library_stamps`).
+        """
         scheduling = "generate, static cache" if self.one_by_one else "continuous batching"
-        return {"attention": "sdpa", "scheduling": scheduling, **self._tensors}
+        return {"attention": "sdpa", "scheduling": scheduling, **self._details}
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """What arrived of a request: new token `ids`, and its `end` if it has ended."""
+    """What arrived of a request: new token `ids`, its `end` if it has ended, and then the seconds
+    from its first to its last token by the library's own stamps (None: it has none).
+    """
 
     number: int
     ids: list[int] = field(default_factory=list)
     end: RequestEnd | None = None
+    library_span_s: float | None = None
 
 
 class QueuePort:
     """The port of an engine whose thread leaves arrivals in a queue (a `RequestPort`): `wait` takes
-    them out and reports them to `sink`.
+    them out and reports them to `sink`. `compare_stamps` says how far the library's own stamps are
+    from the clock's. Without a `clock` only `submit` and `take` may be used.
     """
 
     is_separate = False
-    clock: Any
 
-    def __init__(self, backend: "_Manager | _OneByOne", sink: RequestSink) -> None:
-        self._backend, self._sink = backend, sink
+    def __init__(
+        self,
+        backend: "_Manager | _OneByOne",
+        sink: RequestSink,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._backend, self._sink, self._clock = backend, sink, clock
+        self._first_s: dict[int, float] = {}  # of open requests: arrival of the first token
+        self._differences_s: list[float] = []
 
     def submit(self, request: GenerationRequest) -> None:
         """Hand a request to the engine's thread."""
         self._backend.submit(request)
 
     def wait(self, until_s: float | None) -> None:
-        """Report arrivals until the clock shows `until_s` or a request has ended."""
-        while until_s is None or self.clock() < until_s:
-            timeout_s = None if until_s is None else until_s - self.clock()
-            if self.take(timeout_s):
+        """Report arrivals until the clock shows `until_s` or a request has ended. Raises
+        RuntimeError without a clock.
+        """
+        if self._clock is None:
+            raise RuntimeError("a port without a clock cannot wait")
+        while True:
+            timeout_s = None if until_s is None else until_s - self._clock()
+            if (timeout_s is not None and timeout_s <= 0) or self.take(timeout_s):
                 return
 
     def take(self, timeout_s: float | None) -> bool:
@@ -189,9 +233,35 @@ class QueuePort:
             return False
         if arrival.ids:
             self._sink.add_chunk(arrival.number, len(arrival.ids), arrival.ids)
+        self._note_stamps(arrival)
         if arrival.end is not None:
             self._sink.end_request(arrival.number, arrival.end)
         return arrival.end is not None
+
+    def _note_stamps(self, arrival: _Arrival) -> None:
+        """Note when a request's first token arrived, and, at its end, by how much the time from its
+        first to its last token differs from the library's.
+        """
+        if self._clock is None:
+            return
+        first_s = self._first_s.setdefault(arrival.number, self._clock())
+        if arrival.end is not None:
+            del self._first_s[arrival.number]
+            if arrival.library_span_s is not None:
+                span_s = self._clock() - first_s
+                self._differences_s.append(abs(span_s - arrival.library_span_s))
+
+    def compare_stamps(self) -> dict[str, float]:
+        """Return of how many `requests` the library stamped the tokens, and the `largest_s` and
+        `mean_s` difference of its time from first to last token and the clock's; empty without one.
+        """
+        if not self._differences_s:
+            return {}
+        return {
+            "requests": len(self._differences_s),
+            "largest_s": max(self._differences_s),
+            "mean_s": fsum(self._differences_s) / len(self._differences_s),
+        }
 
 
 class _Manager:
@@ -213,11 +283,12 @@ class _Manager:
             request_id=str(request.number),
             max_new_tokens=request.output_tokens,
             streaming=True,
+            record_timestamps=True,
         )
 
     def take(self, timeout_s: float | None) -> _Arrival | None:
-        """Return the next arrival, None if there is none in time. If the library's thread has ended,
-        every open request has failed.
+        """Return the next arrival, None if there is none in time. If the library's thread has
+        ended, every open request has failed.
         """
         result = self._manager.get_result(timeout=timeout_s)
         if result is None:
@@ -233,7 +304,8 @@ class _Manager:
             return _Arrival(number, ids)
         self._seen.pop(number, None)
         end = RequestEnd() if result.error is None else RequestEnd("failed", str(result.error))
-        return _Arrival(number, ids, end)
+        stamps = result.timestamps or []
+        return _Arrival(number, ids, end, stamps[-1] - stamps[0] if stamps else None)
 
     def stop(self) -> None:
         """End the library's thread and free its cache."""
@@ -243,7 +315,7 @@ class _Manager:
             destroy()
 
 
-class _TokenStreamer(BaseStreamer):  # type: ignore[misc]
+class _TokenStreamer(BaseStreamer):
     """Leaves the tokens of one request of `generate` in a queue as they come."""
 
     def __init__(self, number: int, arrivals: "queue.Queue[_Arrival]") -> None:
