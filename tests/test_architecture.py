@@ -292,7 +292,7 @@ ROOMS: dict[str, set[str]] = {
     "plan": {"case", "models"},
     "case": {"accelerators", "data", "models", "tasks"},
     "tasks": {"data"},
-    "engine": {"accelerators", "case", "models", "plan"},
+    "engine": {"accelerators", "case", "data", "models", "plan"},
     "engines": set(),
     "engines.torch": {*WORK_ROOMS, "accelerators"},
     "engines.transformers": WORK_ROOMS,
@@ -495,10 +495,13 @@ VENDORS = frozenset(
     )
 )
 TASKS = frozenset(path.parent.name for path in (SRC / "tasks").glob("*/task.py"))
-ENGINES = frozenset(
+SERVERS = frozenset(("transformers-serve", "vllm"))  # engines that are rows of engines/http
+ENGINES = SERVERS | {
     path.name for path in (SRC / "engines").iterdir() if (path / "__init__.py").exists()
-)
-HOMONYM = "reference"  # an engine, and the key of a case that holds published rows
+}
+# An engine that is also the key of a case with published rows; a task that is also a kind of work,
+# a pass and a method of transformers.
+HOMONYMS = {"engine": {"reference"}, "task": {"generate"}}
 ROW_FILES = {"vendor": "accelerators/", "task": "tasks/", "engine": "engine/engine_rows.py"}
 # Kind of name → room → names that may stand there nevertheless, and why.
 ALLOWED: dict[str, dict[str, tuple[set[str], str]]] = {
@@ -566,7 +569,7 @@ def find_listed_names(kind: str, text: str) -> frozenset[str]:
     """Return the vendors, tasks or engines that a constant names."""
     if kind == "vendor":
         return VENDORS & set(re.split(r"[^a-z0-9]+", text.lower()))
-    return (TASKS if kind == "task" else ENGINES - {HOMONYM}) & {text}
+    return ((TASKS if kind == "task" else ENGINES) - HOMONYMS[kind]) & {text}
 
 
 def find_misplaced_names(path: Path, kind: str) -> list[tuple[int, str]]:

@@ -40,9 +40,7 @@ class AnsweredTexts:
 
     def to_outputs(self) -> dict[str, Any]:
         """Return the generated tokens as a record keeps them."""
-        tokens = [
-            row[length:] for row, length in zip(self.rows, self.prompt_lens, strict=True)
-        ]
+        tokens = [row[length:] for row, length in zip(self.rows, self.prompt_lens, strict=True)]
         return {"numbers": self.numbers, "tokens": tokens}
 
     def make_counter(self, case: Case) -> StepCounter:

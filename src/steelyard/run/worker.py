@@ -8,7 +8,7 @@ imports no framework itself: its engine's row names one.
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,17 +29,14 @@ from steelyard.record.run_facts import EngineDetails, WeightsFacts
 from steelyard.run.answer_check import (
     UNKNOWN_WEIGHTS,
     AnsweredTexts,
-    add_client_facts,
-    choose_checker,
-    collect_answers,
     make_check_job,
 )
 from steelyard.run.clock import now, read_cpu_time_s
 from steelyard.run.explain import count_profiled_steps, profile_steps
+from steelyard.run.generation_pass import collect_results, drive_requests, make_checker
 from steelyard.run.measure import PassTrace, measure_bare, time_calls
 from steelyard.run.messages import WorkerEvent
 from steelyard.run.rank_process import RankProcess, run_rank_process
-from steelyard.run.requests import RequestLoop
 from steelyard.run.worker_files import WorkerSpec, check_json_value
 from steelyard.schema import FrozenModel
 from steelyard.tasks.task import PreparedData, Sources
@@ -392,36 +389,14 @@ class Worker(RankProcess):
         request samples and the answers that are to be checked to the rank file, which is written at
         the end with status `running`.
         """
-        load, count = self.case.question.load, requests.count
-        if load is None:
-            raise ValueError(f"{self.case.name} has no load")
-        framework.barrier()
-        framework.reset_memory()
-        self.write_progress(pass_name, 0, count)
-        loop = RequestLoop(
-            requests,
-            load,
-            framework,
-            min_time_s=self.spec.scope.min_time_s,
-            request_done=lambda done: self.write_progress(pass_name, min(done, count - 1), count),
-            busy=read_cpu_time_s,
+        loop, steps = drive_requests(
+            self, self.case, engine, pass_name, framework, requests, self.spec.scope.min_time_s
         )
-        with ExitStack() as port_stack:
-            with self.budget.part(f"open_{pass_name}"):
-                loop.plan()
-                port = port_stack.enter_context(engine.open_port(pass_name, loop, now))
-            self.events.send(WorkerEvent(event="begin", pass_name=pass_name))
-            with self.budget.part(pass_name):
-                steps = loop.run(port)
-            self.events.send(WorkerEvent(event="end", pass_name=pass_name))
-            with self.budget.part(f"close_{pass_name}"):
-                port_stack.close()
-        self.write_progress(pass_name, count, count)
         self._store_pass(pass_name, steps, steps.make_samples(pass_name, self.rank), framework)
         with self.budget.part(f"outputs_{pass_name}"):
-            trace = loop.make_trace(steps, pass_name, self.rank)
-            samples = add_client_facts(trace.samples, engine.details())
-            self._answers = collect_answers(trace, requests, self.case.size == "smoke")
+            samples, self._answers = collect_results(
+                loop.make_trace(steps, pass_name, self.rank), self.case, requests, engine
+            )
             answers = self.task.check(self._answers.to_outputs(), self.outputs)
         self._update_rank_file(
             requests=[*self.rank_file.requests, samples],
@@ -429,9 +404,7 @@ class Worker(RankProcess):
         )
         self.write_rank_file("running", None)
 
-    def _check_answers(
-        self, engine: Any, pass_name: str, framework: Framework, group: Any
-    ) -> None:
+    def _check_answers(self, engine: Any, pass_name: str, framework: Framework, group: Any) -> None:
         """Score the answers that the pass before left, by a reference engine on the same device,
         after the engine that gave them has freed it. If the weights are not known here, the
         distances that the engine itself reports are stored, or nothing.
@@ -439,26 +412,27 @@ class Worker(RankProcess):
         own_distances = engine.report_distances() if hasattr(engine, "report_distances") else None
         with self._time_and_report("close"):
             engine.close()
-        if engine.weights.get("source") == UNKNOWN_WEIGHTS or own_distances is not None:
-            if own_distances is not None:
-                answers = self.task.check(own_distances, self.outputs)
-                self._update_rank_file(outputs={**self.rank_file.outputs, pass_name: answers})
+        if own_distances is not None:
+            answers = self.task.check(own_distances, self.outputs)
+            self._update_rank_file(outputs={**self.rank_file.outputs, pass_name: answers})
             return
-        if not self._answers.rows:
+        if engine.weights.get("source") == UNKNOWN_WEIGHTS or not self._answers.rows:
             return
         with self._time_and_report("imports_check"):
-            name = choose_checker(self.case)
-            make_engine = engine_rows.load_engine(name, self.kind.check_work)
-            framework_name = engine_rows.find_engine(name).framework
-            if engine_rows.find_engine(self.spec.engine).framework != framework_name:
-                framework = self._make_framework(framework_name)
-                group = framework.join_ranks(degrees.make_single_plan(), 0, 1, None)
-        job = self._make_job(self._answers, framework, group, None)
-        checker = make_engine(make_check_job(job, self.kind.check_work))
+            checker = make_checker(
+                self.case,
+                self.spec.engine,
+                self.kind.check_work,
+                framework,
+                group,
+                self._make_framework,
+            )
+        job = self._make_job(self._answers, checker.framework, checker.group, None)
+        reference = checker.make_engine(make_check_job(job, self.kind.check_work))
         self.write_progress(f"prepare {pass_name}", 0, 0)
-        checker.prepare(pass_name, self._time_and_report)
+        reference.prepare(pass_name, self._time_and_report)
         self._counter = self._answers.make_counter(self.case)
-        self._run_pass(checker, pass_name, framework)
+        self._run_pass(reference, pass_name, checker.framework)
 
     def _profile_steps(self, engine: Engine, framework: Framework) -> None:
         """Run some more steps of the best headline pass of the run, and add their profile to the

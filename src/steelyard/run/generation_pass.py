@@ -1,0 +1,117 @@
+"""The passes of generation in a worker: drive the requests of a pass through an engine's port, and
+make the reference engine that scores the answers again.
+
+run/worker.py calls `drive_requests` and `collect_results` for the pass with requests and
+`make_checker` for the pass that checks them; the loop itself is in run/requests.py. Nothing here
+writes a rank file.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from steelyard.case.case import Case
+from steelyard.data.prompts import PromptRequests
+from steelyard.engine import engine_rows
+from steelyard.engine.framework import Framework
+from steelyard.engine.generation import GenerationEngine
+from steelyard.plan import degrees
+from steelyard.record.request_samples import RequestSamples
+from steelyard.run.answer_check import (
+    AnsweredTexts,
+    add_client_facts,
+    choose_checker,
+    collect_answers,
+)
+from steelyard.run.clock import now, read_cpu_time_s
+from steelyard.run.measure import PassTrace
+from steelyard.run.messages import WorkerEvent
+from steelyard.run.rank_process import RankProcess
+from steelyard.run.requests import RequestLoop, RequestTrace
+
+
+@dataclass(frozen=True)
+class Checker:
+    """The reference engine of a check pass: `make_engine` makes it from a Job; `framework` and
+    `group` are those that it computes with, on the same device.
+    """
+
+    make_engine: Callable[..., Any]
+    framework: Framework
+    group: Any
+
+
+def drive_requests(
+    process: RankProcess,
+    case: Case,
+    engine: GenerationEngine,
+    pass_name: str,
+    framework: Framework,
+    requests: PromptRequests,
+    min_time_s: float | None,
+) -> tuple[RequestLoop, PassTrace]:
+    """Send the requests of a pass through the engine's port under the case's load, and return the
+    loop with all stamps and the borders of the pass.
+
+    All ranks wait for one another first, and the memory peaks are reset. The agent is told when the
+    pass begins and ends; opening and closing the port are outside of it. Raises ValueError if the
+    case has no load.
+    """
+    load, count = case.question.load, requests.count
+    if load is None:
+        raise ValueError(f"{case.name} has no load")
+    framework.barrier()
+    framework.reset_memory()
+    process.write_progress(pass_name, 0, count)
+    loop = RequestLoop(
+        requests,
+        load,
+        framework,
+        min_time_s=min_time_s,
+        request_done=lambda done: process.write_progress(pass_name, min(done, count - 1), count),
+        busy=read_cpu_time_s,
+    )
+    with ExitStack() as port_stack:
+        with process.budget.part(f"open_{pass_name}"):
+            loop.plan()
+            port = port_stack.enter_context(engine.open_port(pass_name, loop, now))
+        process.events.send(WorkerEvent(event="begin", pass_name=pass_name))
+        with process.budget.part(pass_name):
+            trace = loop.run(port)
+        process.events.send(WorkerEvent(event="end", pass_name=pass_name))
+        with process.budget.part(f"close_{pass_name}"):
+            port_stack.close()
+    process.write_progress(pass_name, count, count)
+    return loop, trace
+
+
+def collect_results(
+    trace: RequestTrace, case: Case, requests: PromptRequests, engine: GenerationEngine
+) -> tuple[RequestSamples, AnsweredTexts]:
+    """Return the request samples of a pass, with what the engine found out about its client, and
+    the answers that are to be checked: of all requests at size smoke.
+    """
+    samples = add_client_facts(trace.samples, engine.details())
+    return samples, collect_answers(trace, requests, case.size == "smoke")
+
+
+def make_checker(
+    case: Case,
+    engine_name: str,
+    work: str,
+    framework: Framework,
+    group: Any,
+    make_framework: Callable[[str], Framework],
+) -> Checker:
+    """Import the reference engine that checks answers of a case, and return it with the framework
+    of the run, or with one of its own (`make_framework(name)`) if the engine that answered,
+    `engine_name`, has another.
+    """
+    name = choose_checker(case)
+    make_engine = engine_rows.load_engine(name, work)
+    framework_name = engine_rows.find_engine(name).framework
+    if engine_rows.find_engine(engine_name).framework != framework_name:
+        framework = make_framework(framework_name)
+        group = framework.join_ranks(degrees.make_single_plan(), 0, 1, None)
+    return Checker(make_engine, framework, group)
