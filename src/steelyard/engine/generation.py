@@ -15,6 +15,7 @@ from steelyard.data.request_outcomes import CountedBy, Outcome
 from steelyard.engine.job import Part
 from steelyard.engine.work import Work
 
+
 @dataclass(frozen=True)
 class RequestEnd:
     """How a request ended: `outcome` ("ok", or what went wrong with a short `error` text),

@@ -8,8 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 
-import psutil
-
+from steelyard.engine.child_program import end_with_descendants, wait_for_exit
 from steelyard.engines.flagscale.command import ProgramCommand
 from steelyard.engines.flagscale.log_lines import ProgramError
 
@@ -76,7 +75,7 @@ class ExternalProgram:
         error line, or last line. `moment` is a phrase for the text, such as "after 3 of 20
         iterations".
         """
-        code = self._wait(GRACE_S)
+        code = wait_for_exit(self._process, GRACE_S)
         self.end()
         text = (
             f"the program ended with exit code {code} {moment}; it said:"
@@ -99,21 +98,4 @@ class ExternalProgram:
         ranks, then SIGKILL after 10 s; descendants that remain are killed. Harmless if it has
         exited.
         """
-        descendants: list[psutil.Process] = []
-        with suppress(psutil.NoSuchProcess):
-            descendants = psutil.Process(self._process.pid).children(recursive=True)
-        self._process.terminate()
-        if self._wait(GRACE_S) is None:
-            self._process.kill()
-            self._process.wait()
-        for process in descendants:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(descendants, GRACE_S)
-
-    def _wait(self, timeout_s: float) -> int | None:
-        """Return the exit code if the program exits within so many seconds, else None."""
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
+        end_with_descendants(self._process, GRACE_S)
