@@ -96,7 +96,7 @@ class TransformersGenerate:
         return _Manager(model, self._make_config(), self._make_batching_config())
 
     def _warm_up(self, backend: "_Manager | _OneByOne") -> None:
-        """Send warm-up requests, and return when each has ended. Raises RuntimeError if one failed."""
+        """Send warm-up requests and wait for their ends. Raises RuntimeError if one failed."""
         load, rounds = self.job.case.question.load, self.job.case.tune.warmup
         slots = min((None if load is None else load.concurrency) or WARMUP_SLOTS, WARMUP_SLOTS)
         sink = _WarmupSink()
@@ -114,7 +114,7 @@ class TransformersGenerate:
 
     @contextmanager
     def open_port(self, name: str, sink: RequestSink, clock: Any) -> Iterator["QueuePort"]:
-        """Open the port of a pass, which reports to `sink`. Raises RuntimeError before `prepare`."""
+        """Open the port of a pass for its `sink`. Raises RuntimeError before `prepare`."""
         if self._backend is None:
             raise RuntimeError("open_port before prepare")
         port = QueuePort(self._backend, sink, clock)
@@ -133,15 +133,14 @@ class TransformersGenerate:
 
     def _make_batching_config(self) -> ContinuousBatchingConfig:
         """Return the library's settings of continuous batching: the tune's tokens of a step, no
-        shared prefixes in division closed, its lowest level of compilation with `tune.compile`, and
-        on a CPU, of which the library does not know the free memory, as many blocks as the load can
-        fill.
+        shared prefixes in division closed, and on a CPU, of which the library does not know the
+        free memory, as many blocks as the load can fill. Nothing is compiled, as by the library's
+        own default: at its lowest level an 8B model took over 150 s on an H200.
         """
         case = self.job.case
         options: dict[str, Any] = {
             "max_batch_tokens": case.tune.batch_tokens,
             "allow_block_sharing": case.question.division == "open",
-            "default_compile_level": int(case.tune.compile),
         }
         if self.job.device.torch_device.type == "cpu":
             options["num_blocks"] = self._count_blocks()
@@ -172,11 +171,18 @@ class TransformersGenerate:
         self.job.device.release_memory()
 
     def details(self) -> dict[str, Any]:
-        """Return how requests are run (`scheduling`), number and types of the weights, and, after a
-        pass, how far the library's own stamps are from those of the loop (`library_stamps`).
+        """Return how requests are run (`scheduling`), whether the decode step is `compiled`, number
+        and types of the weights, and, after a pass, how far the library's own stamps are from those
+        of the loop (`library_stamps`).
         """
         scheduling = "generate, static cache" if self.one_by_one else "continuous batching"
-        return {"attention": "sdpa", "scheduling": scheduling, **self._details}
+        compiled = self.one_by_one and self.job.case.tune.compile
+        return {
+            "attention": "sdpa",
+            "scheduling": scheduling,
+            "compiled": compiled,
+            **self._details,
+        }
 
 
 @dataclass(frozen=True)
