@@ -7,8 +7,11 @@ part of the data: fingerprints are taken over prompts without it.
 """
 
 import hashlib
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, log2
 from typing import Any, Literal
 
@@ -25,6 +28,8 @@ from steelyard.errors import RequestError
 LengthRule = int | tuple[int, int] | Literal["data"]  # fixed, uniform between bounds, the data's
 SALT_BITS = 64  # of every prompt, at least
 SALT_DIGITS = 32  # hex digits of a run's salt
+HEX_DIGITS = "0123456789abcdef"  # a text with as many bits as a prompt's salt
+LEAST_VOCAB = 4  # ids that salts can be made of
 FIRST_PLAIN_ID = 10  # ids below it are special tokens in many vocabularies
 MAX_COUNTED = 1000  # requests that a batch for calibration is derived from
 CHECKED_SHARE = 0.1  # of the requests, at size full
@@ -35,10 +40,12 @@ class GenerationRequest:
     """One request: its `number` in the order of the schedule, the `prompt` as token ids (salt
     included), the same as `text` if a tokenizer made it (None: it exists as ids alone), and
     `output_tokens`, how many tokens to generate: exactly so many, or at most with natural lengths.
+
+    Ids are kept in an array of 4 bytes each, as thousands of prompts wait for their time.
     """
 
     number: int
-    prompt: Sequence[int]
+    prompt: "array[int]"
     text: str | None
     output_tokens: int
 
@@ -61,7 +68,8 @@ class PromptSource:
 class PromptRequests:
     """The requests of a generation run: `count` of them at least, more by their number if the run
     takes longer. `make(number)` returns one, `make_warmup(number)` one that no measured request
-    resembles. `salt` is the run's, `lengths` "exact" or "natural".
+    resembles; `check` refuses what none can be made of. `salt` is the run's, `lengths` "exact" or
+    "natural".
 
     `prompt_rule` and `output_rule` say how long they are; with "data" the source's rows repeat from
     the beginning when they are used up.
@@ -83,8 +91,49 @@ class PromptRequests:
         rows = self.source.prompt_lens
         return None if rows is None else len(rows)
 
+    def check(self) -> None:
+        """Raise RequestError if a request cannot be made: prompts have no room for a salt, or no
+        document is long enough, or a prompt and its output do not fit the model's positions.
+        """
+        if self.vocab < LEAST_VOCAB:
+            raise RequestError(
+                f"question.model.vocab={self.vocab} is too small for prompts; allowed:"
+                f" {LEAST_VOCAB} or more"
+            )
+        prompts = _find_bounds(self.prompt_rule, self.source.prompt_lens)
+        outputs = _find_bounds(self.output_rule, self.source.output_lens)
+        if prompts[0] <= self.most_salt_tokens:
+            raise RequestError(
+                f"a prompt of {prompts[0]} tokens has no room for its salt, which takes up to"
+                f" {self.most_salt_tokens}; ask for prompts of {self.most_salt_tokens + 1} tokens"
+                " or more (question.data.prompt_tokens)"
+            )
+        longest = max(map(len, self.source.documents), default=prompts[1])
+        if self.prompt_rule != "data" and longest < prompts[1]:
+            raise RequestError(
+                f"no document has {prompts[1]} tokens, the longest has {longest}; ask for shorter"
+                " prompts (question.data.prompt_tokens)"
+            )
+        most = self._find_most_tokens(prompts[1], outputs[1])
+        if most > self.positions:
+            raise RequestError(
+                f"a prompt and its output have up to {most} tokens, more than the model's"
+                f" {self.positions} positions; ask for fewer (question.data.output_tokens)"
+            )
+
+    def _find_most_tokens(self, prompt: int, output: int) -> int:
+        """Return the most tokens of a prompt with its output, whose most are `prompt` and `output`:
+        if both are the data's own, those of one row.
+        """
+        prompts, outputs = self.source.prompt_lens, self.source.output_lens
+        if self.prompt_rule == self.output_rule == "data" and prompts and outputs:
+            return max(map(sum, zip(prompts, outputs, strict=True)))
+        return prompt + output
+
     def find_lengths(self, number: int) -> tuple[int, int]:
         """Return (prompt tokens, output tokens) of a request."""
+        if isinstance(self.prompt_rule, int) and isinstance(self.output_rule, int):
+            return self.prompt_rule, self.output_rule
         generator = np.random.default_rng([self.seed, 1, number])
         prompt, output = (
             _draw_length(rule, generator, own, number)
@@ -110,28 +159,56 @@ class PromptRequests:
         prompt_tokens, output_tokens = self.find_lengths(number)
         plain = self._cut_prompt(purpose, number, prompt_tokens)
         salt = self._make_salt(purpose, number)
-        if len(salt) >= len(plain):
-            raise RequestError(
-                f"a prompt of {len(plain)} tokens has no room for a salt of {len(salt)}; ask for"
-                " longer prompts (question.data.prompt_tokens)"
-            )
-        prompt = [*salt, *plain[len(salt) :]]
+        prompt = array("i", salt)
+        prompt.frombytes(plain[len(salt) :].astype(np.int32).tobytes())
         return GenerationRequest(number, prompt, self._decode(prompt), output_tokens)
 
-    def _cut_prompt(self, purpose: str, number: int, length: int) -> list[int]:
-        """Return the tokens of a prompt before it is salted: a contiguous run of a document that is
-        long enough, or drawn ids.
+    def _cut_prompt(self, purpose: str, number: int, length: int) -> NDArray[np.int64]:
+        """Return the tokens of a prompt before it is salted: drawn ids, or a contiguous run of a
+        document that is long enough; the run of a warm-up request is in another order.
         """
         generator = np.random.default_rng([self.seed, 2 if purpose == "run" else 3, number])
         if not self.source.documents:
-            low = min(FIRST_PLAIN_ID, self.vocab // 2)
-            return [int(token) for token in generator.integers(low, self.vocab, length)]
+            return generator.integers(self._first_id, self.vocab, length)
         if self.prompt_rule == "data":
-            return self.source.documents[number % len(self.source.documents)].tolist()
-        fitting = [ids for ids in self.source.documents if len(ids) >= length]
-        document = fitting[int(generator.integers(len(fitting)))]
-        start = int(generator.integers(len(document) - length + 1))
-        return [int(token) for token in document[start : start + length]]
+            document, start = self.source.documents[number % len(self.source.documents)], 0
+        else:
+            lengths, documents = self._documents_by_length
+            shortest = bisect_left(lengths, length)
+            document = documents[int(generator.integers(shortest, len(documents)))]
+            start = int(generator.integers(len(document) - length + 1))
+        run = document[start : start + length]
+        return run if purpose == "run" else generator.permutation(run)
+
+    @cached_property
+    def _documents_by_length(self) -> tuple[list[int], list[NDArray[np.int64]]]:
+        """The documents in the order of their lengths, shortest first, and these lengths."""
+        documents = sorted(self.source.documents, key=len)
+        return [len(document) for document in documents], documents
+
+    @property
+    def _first_id(self) -> int:
+        """The lowest id that prompts are drawn from."""
+        return min(FIRST_PLAIN_ID, self.vocab // 2)
+
+    @property
+    def most_salt_tokens(self) -> int:
+        """The most tokens that a salt takes."""
+        if self._salt_tokenizer is None:
+            return ceil(SALT_BITS / log2(self.vocab - self._first_id))
+        # at most one token a character, with a space on either side, behind what begins a text
+        return len(self._salt_tokenizer.encode([""])[0]) + len(HEX_DIGITS) + 2
+
+    @cached_property
+    def _salt_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that encodes salts; None if there is none, or it loses hex digits (its
+        vocabulary may lack them).
+        """
+        tokenizer = self.source.tokenizer
+        if tokenizer is None or not can_decode(tokenizer):
+            return None
+        kept = _decode(tokenizer, tokenizer.encode([HEX_DIGITS])[0])
+        return tokenizer if kept.strip() == HEX_DIGITS else None
 
     def _make_salt(self, purpose: str, number: int) -> list[int]:
         """Return the first tokens of a prompt: at least 64 bits that follow from the run's salt,
@@ -139,42 +216,41 @@ class PromptRequests:
         the token that begins a text; otherwise they are ids.
         """
         digest = hashlib.sha256(f"{self.salt}:{purpose}:{number}".encode()).digest()
-        tokenizer = self.source.tokenizer
-        if tokenizer is not None and can_decode(tokenizer):
-            return tokenizer.encode([f"{digest[: SALT_BITS // 8].hex()} "])[0]
-        low = min(FIRST_PLAIN_ID, self.vocab // 2)
-        base, value = self.vocab - low, int.from_bytes(digest)
-        ids = []
-        for _ in range(ceil(SALT_BITS / log2(base))):
-            value, digit = divmod(value, base)
-            ids.append(low + digit)
+        tokenizer = self._salt_tokenizer
+        if tokenizer is not None:
+            ids = tokenizer.encode([f"{digest[: SALT_BITS // 8].hex()} "])[0]
+            return ids[:-1] if ids[-1] == tokenizer.end else ids  # some end every text
+        ids, value = [], int.from_bytes(digest)
+        for _ in range(self.most_salt_tokens):
+            value, digit = divmod(value, self.vocab - self._first_id)
+            ids.append(self._first_id + digit)
         return ids
 
-    def _decode(self, prompt: list[int]) -> str | None:
+    def _decode(self, prompt: Sequence[int]) -> str | None:
         """Return the text of a prompt, None if no tokenizer can decode it."""
-        tokenizer = self.source.tokenizer
-        if tokenizer is None or not can_decode(tokenizer):
-            return None
-        decode: Callable[[list[int]], str] = tokenizer.decode  # type: ignore[attr-defined]
-        return decode(prompt)
+        tokenizer = self._salt_tokenizer
+        return None if tokenizer is None else _decode(tokenizer, list(prompt))
 
     def encode_output(self, text: str) -> list[int] | None:
-        """Return the token ids of a generated text, without what begins a text; None without a
-        tokenizer.
+        """Return the token ids of a generated text, without what begins or ends a text; None
+        without a tokenizer.
         """
         tokenizer = self.source.tokenizer
         if tokenizer is None or not can_decode(tokenizer):
             return None
         empty, ids = tokenizer.encode(["", text])
-        return ids[len(empty) :]
+        pairs = enumerate(zip(empty, ids, strict=False))
+        begin = next((i for i, (one, other) in pairs if one != other), len(empty))
+        return ids[begin : max(begin, len(ids) - (len(empty) - begin))]
 
     def choose_checked(self, sent: int, every: bool) -> list[int]:
         """Return the numbers of the requests whose answers are checked, of the `sent` first ones:
-        all if `every`, else a seeded tenth, at least one.
+        all if `every`, else a tenth, at least one, drawn by the seed and the run's salt, so that
+        nobody knows them before the run.
         """
         if every:
             return list(range(sent))
-        generator = np.random.default_rng([self.seed, 4])
+        generator = np.random.default_rng([self.seed, 4, int(self.salt or "0", 16)])
         count = min(sent, max(1, ceil(sent * CHECKED_SHARE)))
         return sorted(int(number) for number in generator.permutation(sent)[:count])
 
@@ -182,6 +258,28 @@ class PromptRequests:
 def can_decode(tokenizer: Tokenizer) -> bool:
     """Return whether a tokenizer turns ids back into text; that of generated data does not."""
     return hasattr(tokenizer, "decode")
+
+
+def _decode(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """Return the text of token ids by a tokenizer that can decode, without special tokens."""
+    decode: Callable[[list[int]], str] = tokenizer.decode  # type: ignore[attr-defined]
+    return decode(ids)
+
+
+def _find_bounds(rule: LengthRule, own: tuple[int, ...] | None) -> tuple[int, int]:
+    """Return the least and the most tokens that a rule of lengths gives; `own` are those of the
+    data's rows. Raises RequestError if the rule is "data" and they are None.
+    """
+    if isinstance(rule, int):
+        return rule, rule
+    return rule if isinstance(rule, tuple) else (min(_require(own)), max(_require(own)))
+
+
+def _require(own: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the lengths of the data's rows; raise RequestError if there are none."""
+    if not own:
+        raise RequestError("lengths of the data: this data has none; write them in the case")
+    return own
 
 
 def _draw_length(
@@ -194,9 +292,8 @@ def _draw_length(
         return rule
     if isinstance(rule, tuple):
         return int(generator.integers(rule[0], rule[1] + 1))
-    if own is None:
-        raise RequestError("lengths of the data: this data has none; write them in the case")
-    return own[number % len(own)]
+    rows = _require(own)
+    return rows[number % len(rows)]
 
 
 class RequestCounter:
@@ -212,9 +309,8 @@ class RequestCounter:
     def count(
         self, keys: Sequence[RowKey], prefix_groups: Sequence[int] = (), held_out: bool = False
     ) -> dict[str, int]:
-        """Return the summed counts of the prompts with these numbers; other arguments are ignored.
-        """
-        lens = [self.requests.find_lengths(int(key))[0] for key in keys]  # type: ignore[arg-type]
+        """Return the summed counts of the prompts with these numbers, without other arguments."""
+        lens = [self.requests.find_lengths(int(key))[0] for key in keys]
         return count_batch(lens, lens, len(lens), window=self.window)
 
     def count_expected(self, steps: range | None) -> list[dict[str, int]]:

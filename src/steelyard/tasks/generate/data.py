@@ -29,8 +29,11 @@ from steelyard.tasks.task import (
 MAX_DOCUMENTS = 1000  # of a file of texts: prompts are runs of the first so many
 MAX_LINE_BYTES = 16 << 20
 MAX_SHAREGPT_BYTES = 2 << 30
+MAX_TRACE_ROWS = 1_000_000
+MAX_ARRIVAL = 1e15  # of a trace, in its unit
 # The rule of the field for ShareGPT's file: first two turns, and these lengths in tokens.
 SHAREGPT_LEAST, SHAREGPT_PROMPT, SHAREGPT_TOTAL = 4, 1024, 2048
+SALT_ROOM = 32  # tokens by which a prompt must be longer, as its salt replaces the first ones
 TEXT_FORMAT = 'a line is {"text": "…"}'
 TRACE_FORMAT = 'a line is {"prompt_tokens": 512, "output_tokens": 128, "arrival_s": 0.25}'
 # Names of the three columns in traces that others publish; times in milliseconds where it says so.
@@ -38,13 +41,16 @@ TRACE_NAMES = (
     ("prompt_tokens", "output_tokens", "arrival_s", 1.0),
     ("input_length", "output_length", "timestamp", 1e-3),
 )
-_WORDS = "the river mill turns and grain runs down to flour before noon rain sun barley".split()
+_WORDS = (
+    *("the", "river", "mill", "turns", "and", "grain", "runs", "down"),
+    *("to", "flour", "before", "noon", "rain", "sun", "barley"),
+)
 
 
 def prepare(request: TaskRequest) -> PreparedData:
     """Read or generate the source of prompts and return `PromptRequests` as inputs, with facts and
     empty outputs. Raises RequestError if data are missing or wrong, a prompt does not fit the
-    model's positions, or no document is long enough.
+    model's positions or has no room for a salt, or no document is long enough.
     """
     data: GenerateData = request.data
     source, name, fingerprint = _READERS[data.source](request)
@@ -59,6 +65,7 @@ def prepare(request: TaskRequest) -> PreparedData:
         seed=request.seed,
         salt=request.salt,
     )
+    requests.check()
     tokenizer = source.tokenizer
     facts = DataFacts(
         source=name,
@@ -122,8 +129,10 @@ def _select_documents(
     if data.prompt_tokens == "data":
         rule = data.output_tokens
         output = rule[1] if isinstance(rule, tuple) else int(rule)
-        fitting = [row for row in rows if 32 <= len(row) <= positions - output]
-        wanted = f"32 to {positions - output} tokens, the model's positions less the output"
+        fitting = [row for row in rows if SALT_ROOM <= len(row) <= positions - output]
+        wanted = (
+            f"{SALT_ROOM} to {positions - output} tokens, the model's positions less the output"
+        )
     else:
         fitting = [row for row in rows if len(row) >= _find_longest_prompt(data)]
         wanted = f"at least {_find_longest_prompt(data)} tokens, the longest prompt"
@@ -142,8 +151,7 @@ def _find_longest_prompt(data: GenerateData) -> int:
 
 
 def _is_jsonl(path: Path) -> bool:
-    """Return whether a path is a file of JSON lines, by its name; else it is that of token files.
-    """
+    """Return whether a path is a file of JSON lines, by its name; else it names token files."""
     return path.is_file() and path.name.endswith((".jsonl", ".jsonl.gz", ".json", ".json.gz"))
 
 
@@ -160,7 +168,8 @@ def _read_documents(path: Path) -> Iterator[str]:
 
 def _read_sharegpt(request: TaskRequest) -> tuple[PromptSource, str, str]:
     """Return a source of ShareGPT's conversations: the first turn is the prompt, the tokens of the
-    second the length of the output; of 4 to 1,024 and at most 2,048 tokens together.
+    second the length of the output. A prompt has 36 to 1,024 tokens, an output at least 4, both
+    together at most 2,048.
     """
     path = _require_path(request, "ShareGPT's JSON file")
     with jsonl.refuse_unreadable(path):
@@ -181,12 +190,14 @@ def _read_sharegpt(request: TaskRequest) -> tuple[PromptSource, str, str]:
     kept = [
         (prompt, len(output))
         for prompt, output in zip(prompts, outputs, strict=True)
-        if SHAREGPT_LEAST + 32 <= len(prompt) <= SHAREGPT_PROMPT
-        and SHAREGPT_LEAST <= len(output)
+        if SHAREGPT_LEAST + SALT_ROOM <= len(prompt) <= SHAREGPT_PROMPT
+        and len(output) >= SHAREGPT_LEAST
         and len(prompt) + len(output) <= most
     ][:MAX_DOCUMENTS]
     if not kept:
-        raise RequestError(f"{path}: no conversation fits the model's {request.positions} positions")
+        raise RequestError(
+            f"{path}: no conversation fits the model's {request.positions} positions"
+        )
     rows = [np.array(prompt, np.int64) for prompt, _ in kept]
     source = PromptSource(
         tuple(rows), tokenizer, tuple(map(len, rows)), tuple(length for _, length in kept)
@@ -212,12 +223,15 @@ def _read_trace(request: TaskRequest) -> tuple[PromptSource, str, str]:
     outputs: list[int] = []
     arrivals: list[float] = []
     for line in jsonl.read_json_lines(path, TRACE_FORMAT, MAX_LINE_BYTES):
+        if len(prompts) == MAX_TRACE_ROWS:
+            raise RequestError(f"{path}: a trace of more than {MAX_TRACE_ROWS:,} lines")
         value = line.value if isinstance(line.value, dict) else {}
         names = next((names for names in TRACE_NAMES if names[0] in value), TRACE_NAMES[0])
         prompt, output, arrival = (value.get(name) for name in names[:3])
         if not (type(prompt) is int and type(output) is int and prompt > 0 and output > 0):
             raise RequestError(f"{line.location}: lengths must be whole numbers; {TRACE_FORMAT}")
-        if not isinstance(arrival, int | float) or isinstance(arrival, bool) or arrival < 0:
+        is_time = isinstance(arrival, int | float) and not isinstance(arrival, bool)
+        if not is_time or not 0 <= arrival <= MAX_ARRIVAL:
             raise RequestError(f"{line.location}: no time of arrival; {TRACE_FORMAT}")
         if prompt + output > request.positions:
             raise RequestError(
