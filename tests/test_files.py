@@ -63,7 +63,7 @@ def test_shipped_cases_are_parsed_as_tomllib_does() -> None:
         for path in (resources.files("steelyard") / "cases").iterdir()
         if path.name.endswith(".toml")
     ]
-    assert len(shipped) == 6
+    assert len(shipped) == 8
     for path in shipped:
         assert files.parse_toml(path.read_bytes()) == tomllib.loads(path.read_text())
 

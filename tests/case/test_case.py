@@ -200,7 +200,9 @@ def test_unknown_keys_are_refused_in_one_line(
 
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-UNKNOWN_TASK = "no task 'gsm8k'; known: mmlu, lambada, openwebtext, alpaca, superglue_record"
+UNKNOWN_TASK = (
+    "no task 'gsm8k'; known: mmlu, lambada, openwebtext, alpaca, superglue_record, generate"
+)
 UNKNOWN_FAMILY = f"no family 'bert'; known: {', '.join(families.load_families())}"
 NOT_AN_INTEGER = "must be a whole number"
 

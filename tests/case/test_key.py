@@ -14,6 +14,7 @@ from steelyard import schema, tasks
 from steelyard.case import case
 from steelyard.case.case import Case
 from steelyard.case.key import LATER_FIELDS, compute_question_key
+from steelyard.case.load import Slo
 from steelyard.case.question import Question
 from steelyard.case.resolve import list_changed_keys, list_shipped_cases, resolve_case
 from steelyard.metrics.shipped_cases import list_later_fields
@@ -55,6 +56,8 @@ OTHER_VALUES = {
     "model.family": "other",
     "data.kind": "other",
 }
+# Tables that only questions of other kinds have, and a case that has one.
+CASES_WITH = {"train": "llama1-7b-openwebtext", "load": "llama3-8b-generate"}
 
 
 def replace_leaf(model: Any, dotted: str, value: object) -> Any:
@@ -88,9 +91,7 @@ def test_question_leaves_include_nested_tables() -> None:
 )
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_every_part_of_the_question_is_in_the_key(dotted: str) -> None:
-    before = resolve_case(
-        "llama1-7b-openwebtext" if dotted.startswith("train.") else NAME, "smoke"
-    ).case
+    before = resolve_case(CASES_WITH.get(dotted.partition(".")[0], NAME), "smoke").case
     old = get_leaf(before.question, dotted)
     value = OTHER_VALUES.get(dotted, choose_other_value(old))
     assert value != old
@@ -132,6 +133,7 @@ def test_the_data_that_was_read_is_in_the_key() -> None:
         {"gate": None},
         {"max_interval": 0.5},
         {"reference": []},
+        {"requests": 12, "min_time_s": 2.0, "slo": Slo(ttft_s=1.0)},
     ],
     ids=lambda changes: ",".join(changes),
 )
@@ -216,8 +218,12 @@ SMOKE_KEYS = {
     ("glm-large-record", "open"): "fd48749f246a103d",
     ("llama1-13b-openwebtext", "closed"): "cdf79641c4d7ea9d",
     ("llama1-7b-openwebtext", "closed"): "df452970aeda7954",
+    ("llama2-7b-generate", "closed"): "7e324ef0343661f0",
+    ("llama2-7b-generate", "open"): "651f8e4eeb5f53be",
     ("llama2-7b-mmlu", "closed"): "975250027bda5e24",
     ("llama2-7b-mmlu", "open"): "827a5667d6bdce75",
+    ("llama3-8b-generate", "closed"): "fb7eeb048787b57f",
+    ("llama3-8b-generate", "open"): "d58d168fb62be3f6",
 }
 MMLU = "90f52819be1bff05e4587a05913ab9d83358d65684ff4760c7fc87f35dc9bc3f"
 LAMBADA = "e7363f374fec84ff13be3f278af0eecbd07ec37953e630f08a64e3c1f61accee"
@@ -226,6 +232,9 @@ ALPACA = (
     # the same file as below, joined with three line feeds
     "7e5bf3047f77954a319420ca99b6d2a3780547a7892629f6c73eb477bb076376"
 )
+# Seeded ids of a vocabulary of 128,256. No texts of llama2-7b-generate are published, so its keys
+# are pinned for the same data.
+IDS = "4ab2334057a308a7835656bc7283fd3c71d4b7fb1a5027dd92b867b91e8ca813"
 RECORD = "1982248769febc8d45b5df91fdf08e40243d3cbea9b94ed3d0fe61abe18570b6"
 FULL_KEYS = {
     ("llama2-7b-mmlu", "closed", "bf16", MMLU): "59e3e6b05d8abc2f",
@@ -247,6 +256,12 @@ FULL_KEYS = {
     ("glm-large-record", "closed", "bf16", RECORD): "fdaf2111e738d2af",
     ("glm-large-record", "open", "bf16", RECORD): "00531b394b46f00b",
     ("glm-large-record", "closed", "fp16", RECORD): "59d7c2c96d5fc38b",
+    ("llama2-7b-generate", "closed", "bf16", IDS): "aa3125ba18752967",
+    ("llama2-7b-generate", "closed", "fp8", IDS): "17dc8f26d139972e",
+    ("llama2-7b-generate", "open", "bf16", IDS): "192b14b10404a8d8",
+    ("llama3-8b-generate", "closed", "bf16", IDS): "9812482d75210aa8",
+    ("llama3-8b-generate", "closed", "fp8", IDS): "05e30b306f7c521b",
+    ("llama3-8b-generate", "open", "fp8", IDS): "4705a9833d1f5f56",
 }
 # A case that got fields later: the settings that give those fields their defaults, and the keys of
 # the records from before.
@@ -378,10 +393,63 @@ def test_every_later_field_is_a_field_with_that_default() -> None:
                 if path[1] in row.shape.model_fields
             ]
         elif path[1:]:
+            annotation = Question.model_fields[path[0]].annotation
             models = [
                 kind
-                for kind in get_args(Question.model_fields[path[0]].annotation)
-                if issubclass(kind, BaseModel)
+                for kind in (annotation, *get_args(annotation))
+                if isinstance(kind, type) and issubclass(kind, BaseModel)
             ]
         assert [model.model_fields[path[-1]].default for model in models] == [default]
         assert type(models[0].model_fields[path[-1]].default) is type(default)
+
+
+def test_a_later_type_of_the_kv_cache_is_in_the_key_only_if_it_is_another() -> None:
+    """None is the type of the activations, and so is a record from before the field."""
+    question = resolve_case("llama3-8b-generate", "smoke").case.question.model_dump(mode="json")
+    precision = question["precision"]
+    assert precision["kv"] is None
+    without = {name: value for name, value in precision.items() if name != "kv"}
+    key = compute_question_key(question, FINGERPRINT)
+    assert compute_question_key(question | {"precision": without}, FINGERPRINT) == key
+    fp8 = question | {"precision": precision | {"kv": "fp8"}}
+    assert compute_question_key(fp8, FINGERPRINT) != key
+
+
+def test_scoring_and_training_have_the_keys_of_questions_without_a_load() -> None:
+    question = resolve_case(NAME, "smoke").case.question.model_dump(mode="json")
+    assert question["load"] is None
+    without = {name: value for name, value in question.items() if name != "load"}
+    key = compute_question_key(question, FINGERPRINT)
+    assert compute_question_key(without, FINGERPRINT) == key
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (["load.concurrency=16"], "C16"),
+        (["load.rate=8"], "8 req/s"),
+        (["load.rate=8", "load.arrivals=constant"], "8 req/s constant"),
+        (["load.rate=8", "load.max_concurrency=4"], "8 req/s, C≤4"),
+        (["load.mode=offline"], "offline"),
+        (["question.data.prompt_tokens=512"], "C16"),
+        (["question.data.output_tokens=[16, 32]"], "C16"),
+        (["question.data.lengths=natural"], "C16"),
+    ],
+)
+def test_load_and_lengths_are_in_the_key(settings: list[str], name: str) -> None:
+    """One published key differs from all of them, except from its own load said again."""
+    shipped = resolve_case("llama3-8b-generate").case
+    other = resolve_case("llama3-8b-generate", settings=settings).case
+    assert other.question.load is not None
+    assert other.question.load.name == name
+    is_same = other.question == shipped.question
+    assert is_same == (settings == ["load.concurrency=16"])
+    assert (other.compute_key(IDS) == shipped.compute_key(IDS)) == is_same
+
+
+def test_the_default_of_arrivals_has_one_spelling_in_the_key() -> None:
+    keys = {
+        resolve_case("llama3-8b-generate", settings=["load.rate=8", *more]).case.compute_key(IDS)
+        for more in ([], ["load.arrivals=poisson"])
+    }
+    assert len(keys) == 1

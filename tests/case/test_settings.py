@@ -11,7 +11,9 @@ from steelyard import tasks
 from steelyard.case import resolve
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-UNKNOWN_TASK = "no task 'gsm8k'; known: mmlu, lambada, openwebtext, alpaca, superglue_record"
+UNKNOWN_TASK = (
+    "no task 'gsm8k'; known: mmlu, lambada, openwebtext, alpaca, superglue_record, generate"
+)
 NOT_AN_INTEGER = "must be a whole number"
 
 
@@ -157,6 +159,10 @@ KEYS_OF_OTHER_KINDS = {
         "evaluated",
         "joint",
         "last_target",
+        "source",
+        "prompt_tokens",
+        "output_tokens",
+        "lengths",
     )
 }
 KEYS_OF_OTHER_KINDS |= {
@@ -171,7 +177,11 @@ KEYS_OF_OTHER_KINDS |= {
 KEYS_OF_OTHER_KINDS |= {
     "question.data.made.queries",
     "question.data.made.entities",
-    *(key for key in resolve.list_settable_keys() if key.startswith("question.train")),
+    *(
+        key
+        for key in resolve.list_settable_keys()
+        if key.startswith(("question.train", "question.load", "slo"))
+    ),
 }
 
 

@@ -4,7 +4,7 @@ A `Load` is part of the question and of its key. How many requests are sent is n
 (`Case.requests`, `Case.min_time_s`, `--sample`).
 """
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,7 @@ from steelyard.schema import FrozenModel
 
 LoadMode = Literal["offline", "concurrency", "rate"]
 Arrivals = Literal["poisson", "constant", "trace"]
+DEFAULT_ARRIVALS = "poisson"
 MAX_CONCURRENCY = 100_000
 # Requests of a run whose case names no number. 64 are the fewest for a 90th percentile
 # (metrics/percentiles.py); ten for each slot leave eight turns after the ramp-up.
@@ -30,8 +31,9 @@ class Load(FrozenModel):
 
     An open loop has `rate` requests per second, whose `arrivals` are a Poisson process, constant,
     or those of the data ("trace": `rate` is then None). With `max_concurrency` no more requests are
-    open at a time; the others wait, and their wait counts from the schedule. Validation raises
-    ValueError for fields of another mode and for missing ones.
+    open at a time; the others wait, and their wait counts from the schedule. Validation writes the
+    default of `arrivals` out, so that one question has one key, and raises ValueError for fields of
+    another mode and for missing ones.
     """
 
     mode: LoadMode
@@ -49,6 +51,16 @@ class Load(FrozenModel):
         description="open loop: most requests in flight; the others wait, and their wait counts",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _write_arrivals_out(cls, value: Any) -> Any:
+        """Return the fields of a load with `arrivals` "poisson" if an open loop does not say them;
+        anything else unchanged.
+        """
+        if isinstance(value, dict) and value.get("mode") == "rate" and value.get("arrivals") is None:
+            return {**value, "arrivals": DEFAULT_ARRIVALS}
+        return value
+
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
         """Raise ValueError if a field of another mode is set, or the one that the mode needs is
@@ -56,7 +68,9 @@ class Load(FrozenModel):
         """
         for name in ("concurrency", "rate", "arrivals", "max_concurrency"):
             if getattr(self, name) is not None and name not in MODE_FIELDS[self.mode]:
-                raise ValueError(f"load.{name} has no meaning with mode {self.mode!r}; leave it out")
+                raise ValueError(
+                    f"load.{name} has no meaning with mode {self.mode!r}; leave it out"
+                )
         if self.mode == "concurrency" and self.concurrency is None:
             raise ValueError("mode 'concurrency' needs load.concurrency, such as 16")
         if self.mode == "rate" and (self.rate is None) != (self.arrivals == "trace"):
@@ -79,14 +93,16 @@ class Load(FrozenModel):
 
     @property
     def name(self) -> str:
-        """The load in short, for tables: `offline`, `C16`, `8 req/s` or `trace`."""
+        """The load in short, for tables: `offline`, `C16`, `8 req/s` (Poisson),
+        `8 req/s constant` or `trace`, with `, C≤4` for a limit."""
         if self.concurrency is not None:
             return f"C{self.concurrency}"
         if self.mode == "offline":
             return "offline"
         rate = "trace" if self.rate is None else f"{self.rate:g} req/s"
+        constant = " constant" if self.arrivals == "constant" else ""
         limit = "" if self.max_concurrency is None else f", C≤{self.max_concurrency}"
-        return f"{rate}{limit}"
+        return f"{rate}{constant}{limit}"
 
 
 class Slo(FrozenModel):

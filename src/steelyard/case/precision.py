@@ -40,8 +40,7 @@ PRECISION_PARTS = tuple(part for part in Precision.model_fields if part != "name
 
 
 def _make_scoring_preset(name: str, matmul: MatmulType, weights: WeightsType) -> Precision:
-    """Return a preset for scoring or generation, which has neither gradients nor optimizer states.
-    """
+    """Return a preset without gradients and optimizer states, for scoring or generation."""
     return Precision(name=name, matmul=matmul, weights=weights)
 
 
@@ -98,8 +97,8 @@ GENERATION_PRESETS = {
 
 
 def load_presets() -> dict[str, dict[str, Precision]]:
-    """Return the named precisions by kind of work (`score`, `train`, `generate`, and those of other packages),
-    then by name.
+    """Return the named precisions by kind of work (`score`, `train`, `generate`, and those of other
+    packages), then by name.
     """
     return {
         kind.name: plugins.load_reference(kind.precisions) for kind in kinds.load_kinds().values()

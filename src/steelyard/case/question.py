@@ -98,9 +98,9 @@ class Train(FrozenModel):
 
 class Question(FrozenModel):
     """What a case asks: `kind` of work, `task`, `model`, `data`, `precision`, `division`, `seed`
-    and, for training, `train`, for generation `load` (None for other kinds of work). The key is a hash of all of it and of the
-    fingerprint of the data that was read, and of no setting; fields added later are left out while
-    they have their default (case/key.py).
+    and, for training, `train`, for generation `load` (None for other kinds of work). The key is a
+    hash of all of it and of the fingerprint of the data that was read, and of no setting; fields
+    added later are left out while they have their default (case/key.py).
 
     `model` is the shape model of its family, `data` the data model of its task. `task` is stored as
     it is spelled in keys, whichever spelling was given. Validation raises ValidationError for

@@ -305,9 +305,7 @@ def _settle_load(table: dict[str, Any], origins: dict[str, str]) -> None:
     prefix = "question.load."
     typed = {key for key in load if origins.get(f"{prefix}{key}") == "command line"}
     implied = [
-        mode
-        for mode, names in MODE_FIELDS.items()
-        if typed & set(names) and "mode" not in typed
+        mode for mode, names in MODE_FIELDS.items() if typed & set(names) and "mode" not in typed
     ]
     if len(implied) == 1 and load.get("mode") != implied[0]:
         load["mode"], origins[f"{prefix}mode"] = implied[0], "implied by the command line"
@@ -425,7 +423,8 @@ def parse_value(text: str) -> Any:
 
 def list_settable_keys() -> list[str]:
     """Return every dotted key that --set takes, sorted: `max_interval`, `requests`, `min_time_s`,
-    and those of tune, question, gate, slo and published facts, from the pydantic models of cases, tasks and model families.
+    and those of tune, question, gate, slo and published facts, from the pydantic models of cases,
+    tasks and model families.
 
     The shapes of models that transformers alone computes cannot be set: their FLOPs were counted
     for the whole model. Keys below `tune.env.` are not listed.

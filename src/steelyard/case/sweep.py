@@ -66,8 +66,9 @@ def parse_axes(options: list[str], set_keys: Mapping[str, str]) -> tuple[SweepAx
 
 def _parse_axis(option: str) -> SweepAxis:
     """Return the axis of one `--sweep` option; the name of a tune may stand without `tune.`, that
-    of a load without `question.`, which the axis' key has. Values are separated by commas outside of quotes, stripped, and not
-    converted. Raise RequestError if its form, key or a value is not allowed.
+    of a load without `question.`, which the axis' key has. Values are separated by commas outside
+    of quotes, stripped, and not converted. Raise RequestError if its form, key or a value is not
+    allowed.
     """
     name, sign, text = option.partition("=")
     if not sign or not name:

@@ -11,7 +11,6 @@ from steelyard import accelerators
 from steelyard.case import new_case, resolve, sweep
 from steelyard.case.case import Case
 from steelyard.case.request import (
-    DEFAULT_ENGINE,
     EngineSettings,
     Request,
     split_engine_settings,
@@ -25,6 +24,7 @@ from steelyard.cli.printing import OutputOptions, print_stderr
 from steelyard.data import selection
 from steelyard.data.tokenizer import has_tokenizer
 from steelyard.engine import engine_rows
+from steelyard.engine.default_engine import choose_default_engine
 from steelyard.errors import RequestError
 from steelyard.plan import degrees
 from steelyard.run import site as sites
@@ -63,9 +63,7 @@ def make_requests(options: RunOptions) -> tuple[list[Request], tuple[SweepAxis, 
         raise RequestError(
             "--engine all and --resume cannot be combined; name the engine of the checkpoint"
         )
-    engines, settings = split_engines_and_settings(
-        options.engine or DEFAULT_ENGINE, options.settings or []
-    )
+    engines, settings = split_engines_and_settings(options.engine, options.settings or [])
     axes = sweep.parse_axes(options.sweeps or [], _list_set_keys(options, settings))
     if axes and options.resume is not None:
         raise RequestError("--sweep and --resume cannot be combined; drop one")
@@ -89,7 +87,7 @@ def make_requests(options: RunOptions) -> tuple[list[Request], tuple[SweepAxis, 
     requests = [
         Request(
             resolved=resolved,
-            engine=engine,
+            engine=engine or choose_default_engine(resolved.case),
             engine_settings=engine_paths,
             accelerator=options.accelerator,
             launcher=options.launcher,
@@ -127,10 +125,10 @@ def _make_model_case(
     """Make the case for --model and --task, and print its name and what it assumes on stderr,
     unless output is silent.
 
-    Return it with options in which engine (transformers, for models that only it runs) and
-    tokenizer are filled in, and the weights to load: the model's folder if --weights is not given,
-    the size is not smoke and the task loads weights, otherwise `given_weights`. Raise RequestError
-    if one of the two options is missing, a case is named too, or no case can be made.
+    Return it with options in which the tokenizer is filled in, and the weights to load: the model's
+    folder if --weights is not given, the size is not smoke and the task loads weights, otherwise
+    `given_weights`. Raise RequestError if one of the two options is missing, a case is named too,
+    or no case can be made.
     """
     model, task, weights = options.model, options.task, options.weights
     if model is None:
@@ -142,7 +140,7 @@ def _make_model_case(
         )
     if task is None:
         raise RequestError(f"--model needs --task: {', '.join(sorted(new_case.find_templates()))}")
-    from steelyard.cli.model_case import AUTO_FAMILY, make_case_to_run
+    from steelyard.cli.model_case import make_case_to_run
 
     smoke = options.size == SMOKE
     load_weights = weights is None and not smoke
@@ -156,24 +154,18 @@ def _make_model_case(
         print_stderr(f"case {model_case.name}, made in memory as steelyard case new makes it")
         for assumption in model_case.assumed:
             print_stderr(f"  assumed: {assumption}")
-    is_auto_family = model_case.source.table["question"]["model"]["family"] == AUTO_FAMILY
-    options = replace(
-        options,
-        engine=options.engine or ("transformers" if is_auto_family else None),
-        tokenizer=tokenizer,
-    )
     return (
         model_case.source,
-        options,
+        replace(options, tokenizer=tokenizer),
         model if load_weights and not model_case.starts_random else given_weights,
     )
 
 
 def split_engines_and_settings(
-    engine: str, settings: list[str]
-) -> tuple[list[tuple[str, EngineSettings]], list[str]]:
-    """Return the engines that --engine names (all of them for `all`), each as a pair with its own
-    settings, and the values of --set that are not about engines.
+    engine: str | None, settings: list[str]
+) -> tuple[list[tuple[str | None, EngineSettings]], list[str]]:
+    """Return the engines that --engine names (all of them for `all`; None: the default of each
+    case), each as a pair with its own settings, and the values of --set that are not about engines.
 
     Raise RequestError for an engine setting that is not allowed; for `all`, one that does not name
     its engine. The name of a single engine is not checked.
@@ -213,12 +205,13 @@ def check_repeat(repeat: int) -> int:
 
 
 def resolve_cases_at(
-    point: SweepPoint, name: str | CaseSource, engine: str, options: RunOptions
+    point: SweepPoint, name: str | CaseSource, engine: str | None, options: RunOptions
 ) -> list[tuple[ResolvedCase, int]]:
     """Resolve a case at a point of a sweep: return pairs of the resolved case and its number of
     devices per host. It is one pair, with the point's number of devices, else the options', else 1;
-    but for the name `smoke` one for every shipped case that the engine runs at size smoke, each
-    division, and each device count that the case lists and this host has (or the given one).
+    but for the name `smoke` one for every shipped case that the engine (None: the default of the
+    case) runs at size smoke, each division, and each device count that the case lists and this host
+    has (or the given one).
 
     Raise RequestError, with the point in its message, if the case cannot be resolved.
     """
@@ -236,15 +229,20 @@ def resolve_cases_at(
             for device_count in (
                 [devices]
                 if devices is not None
-                else _list_device_counts(resolved.case, engine, options.accelerator)
+                else _list_device_counts(
+                    resolved.case,
+                    engine or choose_default_engine(resolved.case),
+                    options.accelerator,
+                )
             )
         ]
 
 
-def _resolve_smoke_cases(engine: str, options: RunOptions) -> list[ResolvedCase]:
-    """Return every shipped case that the engine runs, resolved at size smoke, once for each
-    division that case and engine both have, or for the one in the options. Raise RequestError if
-    the options name another size, or something that a case does not have.
+def _resolve_smoke_cases(engine: str | None, options: RunOptions) -> list[ResolvedCase]:
+    """Return every shipped case that the engine (None: the default of the case) runs, resolved at
+    size smoke, once for each division that case and engine both have, or for the one in the
+    options. Raise RequestError if the options name another size, or something that a case does not
+    have.
     """
     if options.size not in (None, SMOKE):
         size = options.size
@@ -252,12 +250,12 @@ def _resolve_smoke_cases(engine: str, options: RunOptions) -> list[ResolvedCase]
             f"smoke --size {size}: smoke runs every case at size smoke; name a case to use --size"
             f" {size}"
         )
-    row = engine_rows.find_engine(engine)
     resolved: list[ResolvedCase] = []
     for name in resolve.list_shipped_cases():
         case = resolve.resolve_case(
             name, SMOKE, options.precision, options.division, options.settings
         ).case
+        row = engine_rows.find_engine(engine or choose_default_engine(case))
         if row.refusal(case) is None:
             divisions = [
                 case_division for case_division in case.divisions if case_division in row.divisions

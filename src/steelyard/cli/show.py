@@ -289,21 +289,22 @@ def _show_smoke(
     settings: list[str] | None,
     as_json: bool,
 ) -> None:
-    """Print on stdout the runs that `run smoke` would make with engine torch on this machine, as a
-    table of case, division, precision and devices, or as JSON; nothing is run. Raise RequestError
-    for options that no such run has.
+    """Print on stdout the runs that `run smoke` would make with the default engine of each case on
+    this machine, as a table of case, division, precision, devices and engine, or as JSON; nothing
+    is run. Raise RequestError for options that no such run has.
     """
-    from steelyard.case.request import DEFAULT_ENGINE
     from steelyard.cli.requests import resolve_cases_at
+    from steelyard.engine.default_engine import choose_default_engine
 
     options = RunOptions(size=size, precision=precision, division=division, settings=settings)
-    cases_and_devices = resolve_cases_at((), SMOKE, DEFAULT_ENGINE, options)
+    cases_and_devices = resolve_cases_at((), SMOKE, None, options)
     runs = [
         {
             "case": resolved.case.name,
             "division": resolved.case.question.division,
             "precision": resolved.case.question.precision.name,
             "devices": devices,
+            "engine": choose_default_engine(resolved.case),
             "title": resolved.case.title,
         }
         for resolved, devices in cases_and_devices
@@ -311,8 +312,8 @@ def _show_smoke(
     if as_json:
         print_json({"name": SMOKE, "runs": runs})
         return
-    count = f"{len(runs)} runs: every case at size smoke, with engine torch"
-    head = ("case", "division", "precision", "devices")
+    count = f"{len(runs)} runs: every case at size smoke, each with its default engine"
+    head = ("case", "division", "precision", "devices", "engine")
     cells = [head, *(tuple(str(run[name]) for name in head) for run in runs)]
     print_stdout("\n".join([count, *align_columns(cells), "run them: steelyard run smoke"]))
 

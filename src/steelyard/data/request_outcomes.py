@@ -1,4 +1,4 @@
-"""How a request for generation can end, and how its tokens are counted: codes that records store."""
+"""How a request for generation can end, and how its tokens are counted: codes of records."""
 
 from typing import Literal, get_args
 

@@ -41,9 +41,8 @@ class Job:
     `steps`: most batches or steps of a pass (None: all). `report_loading(done, total)`: to be
     called while weights load (None: not). Training: `checkpoint_schedule` (None: write none),
     `resume`, the checkpoint folder to go on from (None: from the start). `folder`: private to the
-    run and deleted with it. `checkout`: folder of the program that the engine starts. `settings`: those of `--set
-    engine.KEY=VALUE`. `train`
-    returns the training settings.
+    run and deleted with it. `checkout`: folder of the program that the engine starts. `settings`:
+    those of `--set engine.KEY=VALUE`. `train` returns the training settings.
     """
 
     case: Case

@@ -14,14 +14,17 @@ from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from steelyard.data.request_outcomes import OUTCOMES, CountedBy, Lengths
 from steelyard.schema import GrownModel
 
-MAX_REQUESTS = 2_000_000
-MAX_CHUNKS = 100_000_000
-MAX_PACKED_CHARS = 1 << 30
+# Of all passes of a record together. With two or three bytes a chunk a record stays below the size
+# that is read (record/record_file.py).
+MAX_REQUESTS = 1_000_000
+MAX_CHUNKS = 1 << 24
+MAX_PACKED_CHARS = 1 << 28
+MAX_US = 10**15  # of any time and any count in a column
 WORD_BYTES = 8
 US = 1_000_000  # microseconds of a second
 Ints = NDArray[np.int64]
@@ -51,6 +54,8 @@ PER_REQUEST = (
     "retokenized_tokens",  # tokens of the generated text; -1: not known
     "outcome",  # index into OUTCOMES
 )
+# Numbers below 0, and those that must be above it: a chunk without tokens is none.
+LEAST_NUMBERS = {"usage_prompt_tokens": -1, "retokenized_tokens": -1, "chunk_tokens": 1}
 PER_CHUNK = ("chunk_us", "chunk_tokens")  # since the chunk before, the first since sent; tokens
 
 
@@ -64,7 +69,7 @@ def pack_ints(values: Ints) -> str:
 
 def unpack_ints(text: str, count: int) -> Ints:
     """Return the `count` integers that `pack_ints` packed. Raise ValueError if the text does not
-    hold exactly so many; no more than that is ever inflated.
+    hold exactly so many and nothing else; no more than that is ever inflated.
     """
     size = count * WORD_BYTES
     inflate = zlib.decompressobj()
@@ -72,10 +77,11 @@ def unpack_ints(text: str, count: int) -> Ints:
         raw = inflate.decompress(base64.b64decode(text, validate=True), size + 1)
     except (zlib.error, binascii.Error) as error:
         raise ValueError(f"a column of request samples is damaged: {error}") from error
-    if len(raw) != size or not inflate.eof:
+    if len(raw) != size or not inflate.eof or inflate.unused_data:
         raise ValueError(f"a column of request samples does not hold {count:,} numbers")
     planes = np.frombuffer(raw, np.uint8).reshape(WORD_BYTES, count)
-    return np.ascontiguousarray(planes.T).view("<i8").reshape(-1).astype(np.int64)
+    words = np.ascontiguousarray(planes.T).view("<i8").reshape(-1)
+    return words.astype(np.int64, copy=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +122,19 @@ class RequestTable:
         return (self.outcome == 0) & (self.output_tokens > 0) & np.isfinite(self.first_s)
 
 
+def check_declared_totals(passes: Any) -> Any:
+    """Return the request samples of a record as they were given. Raise ValueError if all together
+    state more requests or chunks than a record may have, before any column is decoded: a few
+    packed bytes may state very many.
+    """
+    if isinstance(passes, list):
+        for name, most in (("count", MAX_REQUESTS), ("chunks", MAX_CHUNKS)):
+            stated = [item.get(name) for item in passes if isinstance(item, dict)]
+            if sum(number for number in stated if isinstance(number, int)) > most:
+                raise ValueError(f"request samples state more than {most:,} {name} together")
+    return passes
+
+
 class ClientFacts(GrownModel):
     """How well the loop that sent the requests kept up: `lag_p99_us` and `lag_max_us`, by how much
     later than asked it woke up (microseconds), `cpu_share`, CPU seconds of its process per second
@@ -148,7 +167,7 @@ class RequestSamples(GrownModel):
     LATER: ClassVar[tuple[str, ...]] = ()
 
     pass_name: str = Field(alias="pass")
-    rank: int
+    rank: int = Field(ge=0)
     count: int = Field(ge=0, le=MAX_REQUESTS)
     chunks: int = Field(ge=0, le=MAX_CHUNKS)
     columns: dict[str, PackedInts]
@@ -166,23 +185,25 @@ class RequestSamples(GrownModel):
         """
         if set(self.columns) != {*PER_REQUEST, *PER_CHUNK}:
             raise ValueError("request samples have other columns than this version knows")
-        numbers = self._numbers
-        if int(numbers["chunk_count"].sum()) != self.chunks or (numbers["chunk_count"] < 0).any():
-            raise ValueError("the chunks of the requests are not as many as stated")
-        times = ("scheduled_us", "due_us", "sent_us", "chunk_us", "end_us", "chunk_tokens")
-        counts = ("prompt_tokens", "asked_tokens", "output_tokens")
-        for name in (*times, *counts):
-            column = numbers[name]
-            if len(column) and (column.min() < 0 or column.max() > 10**15):
+        numbers = self._decode()
+        for name, column in numbers.items():
+            least = LEAST_NUMBERS.get(name, 0)
+            if len(column) and (column.min() < least or column.max() > MAX_US):
                 raise ValueError(f"request samples: {name} holds an impossible number")
-        outcome = numbers["outcome"]
-        if len(outcome) and not (0 <= outcome.min() and outcome.max() < len(OUTCOMES)):
+        # as floating point, because a sum of integers may overflow unseen
+        for name in ("scheduled_us", "chunk_us", "chunk_tokens"):
+            if numbers[name].sum(dtype=np.float64) > MAX_US * 1000:
+                raise ValueError(f"request samples: {name} adds up to an impossible number")
+        if len(column := numbers["outcome"]) and column.max() >= len(OUTCOMES):
             raise ValueError("request samples: outcome holds an unknown code")
+        starts = _find_starts(numbers["chunk_count"], self.chunks)
+        totals = np.concatenate((np.zeros(1, np.int64), np.cumsum(numbers["chunk_tokens"])))
+        if not np.array_equal(np.diff(totals[starts]), numbers["output_tokens"]):
+            raise ValueError("request samples: the tokens of the chunks are not the output_tokens")
         return self
 
-    @cached_property
-    def _numbers(self) -> dict[str, Ints]:
-        """The decoded columns by name. Raises ValueError if one is damaged."""
+    def _decode(self) -> dict[str, Ints]:
+        """Return the decoded columns by name. Raises ValueError if one is damaged."""
         return {
             name: unpack_ints(text, self.chunks if name in PER_CHUNK else self.count)
             for name, text in self.columns.items()
@@ -191,29 +212,42 @@ class RequestSamples(GrownModel):
     @cached_property
     def table(self) -> RequestTable:
         """The samples as numpy arrays, decoded once."""
-        numbers = self._numbers
+        numbers = self._decode()
         scheduled = np.cumsum(numbers["scheduled_us"])
         due = scheduled + numbers["due_us"]
         sent = due + numbers["sent_us"]
-        starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(numbers["chunk_count"])))
+        starts = _find_starts(numbers["chunk_count"], self.chunks)
         chunk_us = _add_up_within(numbers["chunk_us"], starts, sent)
         has_chunk = numbers["chunk_count"] > 0
         first, last = np.full(self.count, np.nan), np.full(self.count, np.nan)
         first[has_chunk] = chunk_us[starts[:-1][has_chunk]] / US
-        last[has_chunk] = chunk_us[starts[1:][has_chunk] - 1] / US
-        begin_end = np.where(has_chunk, np.nan_to_num(last) * US, sent)
+        last_us = sent.copy()
+        last_us[has_chunk] = chunk_us[starts[1:][has_chunk] - 1]
+        last[has_chunk] = last_us[has_chunk] / US
         return RequestTable(
             scheduled / US,
             due / US,
             sent / US,
             first,
             last,
-            (begin_end + numbers["end_us"]) / US,
+            (last_us + numbers["end_us"]) / US,
             *(numbers[name] for name in PER_REQUEST[5:]),
             starts,
             chunk_us / US,
             numbers["chunk_tokens"],
         )
+
+
+def _find_starts(chunk_counts: Ints, chunks: int) -> Ints:
+    """Return the index of each request's first chunk, and behind them the number of all. Raises
+    ValueError if the counts do not add up to `chunks`; no count may be negative.
+    """
+    starts = np.concatenate(
+        (np.zeros(1, np.int64), np.cumsum(np.minimum(chunk_counts, chunks + 1)))
+    )
+    if starts[-1] != chunks:
+        raise ValueError("the chunks of the requests are not as many as stated")
+    return starts
 
 
 def _add_up_within(deltas: Ints, starts: Ints, offsets: Ints) -> Ints:
@@ -237,3 +271,6 @@ def make_request_samples(table: dict[str, Any], **facts: Any) -> RequestSamples:
         definitions=dict(DEFINITIONS),
         **facts,
     )
+
+
+RequestPasses = Annotated[list[RequestSamples], BeforeValidator(check_declared_totals)]

@@ -495,9 +495,7 @@ def _make_scope(request: Request) -> Scope:
     case, load = request.resolved.case, request.resolved.case.question.load
     requests = None
     if load is not None:
-        requests = (
-            request.sample or case.requests or load.count_default_requests(case.min_time_s)
-        )
+        requests = request.sample or case.requests or load.count_default_requests(case.min_time_s)
     return Scope(
         kind="full" if all(value is None for value in restrictions) else "window",
         sample=request.sample,

@@ -89,8 +89,9 @@ class CaseRun:
     If a rank runs out of memory with sizes that were `auto`, there is a second attempt with smaller
     ones in a new session, begun at `second_attempt_s` (None: none); `checked` then holds the new
     sizes and `stepped_down` what was tried. `hellos` are the hosts' answers by host name,
-    `salt` is for prompts of generation (empty: none), `draft_path` the file of the unfinished record (None: not written yet), `checkpoints_folder`
-    relative to the output folder (None: none are saved).
+    `salt` is for prompts of generation (empty: none), `draft_path` the file of the unfinished
+    record (None: not written yet), `checkpoints_folder` relative to the output folder (None: none
+    are saved).
     """
 
     def __init__(

@@ -115,9 +115,8 @@ def parse_rank_file(text: str, rank: int) -> "RankFile":
 
 class RankFile(FrozenModel):
     """What one worker reports to the parent, as rank-N.json in the run's folder, written after
-    every pass and at its end: measured passes (`windows`), `samples` (steps), `requests`, answers and
-    facts on
-    device, data, weights and engine.
+    every pass and at its end: measured passes (`windows`), `samples` (steps), `requests`, answers
+    and facts on device, data, weights and engine.
 
     `status` is `running` until the end, then `done`, or how it failed, with `error` as text.
     `ended_s` is when it was written, since the start of the run. `outputs` are the answers by pass,

@@ -17,19 +17,19 @@ ENTRY_POINT_GROUP = "steelyard.kinds"
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of work (scoring, training, generation), as a row: its `name`; `works`, what an engine must
-    support and the counter of each; `passes` (in fixed order if `ordered`), of which `headline`
-    ones give rates and quality, `judged` ones are checked for validity, `required` ones are in
-    every run, `stepped` ones take a global batch per step, `initial` ones are skipped on resuming,
-    `bare` ones run without instrumentation.
+    """One kind of work (scoring, training, generation), as a row: its `name`; `works`, what an
+    engine must support and the counter of each; `passes` (in fixed order if `ordered`), of which
+    `headline` ones give rates and quality, `judged` ones are checked for validity, `required` ones
+    are in every run, `stepped` ones take a global batch per step, `initial` ones are skipped on
+    resuming, `bare` ones run without instrumentation.
 
     Further fields say what is computed (`trains`: weights change; `products`: matmul layouts per
     weight; `pipeline`; `shares`; `ranks_meet`: ranks synchronize in every step; `replicas`;
     `has_load`: requests come under a load; `precisions`), what is measured (`loop`, `step_values`,
-    `step_metrics`, `steady`, `span`; `request_passes`, `check_passes`, `check_work`), what makes a result valid
-    (`rules`, `gate_needs`), and how pages show it (`columns`, `data_facts`, headings). `forwards`
-    is a step's model FLOPs as a multiple of one forward's. The defaults are those of a kind that
-    runs forwards of a model and changes no weights.
+    `step_metrics`, `steady`, `span`; `request_passes`, `check_passes`, `check_work`), what makes a
+    result valid (`rules`, `gate_needs`), and how pages show it (`columns`, `data_facts`, headings).
+    `forwards` is a step's model FLOPs as a multiple of one forward's. The defaults are those of a
+    kind that runs forwards of a model and changes no weights.
     """
 
     name: str  # in questions, records and keys

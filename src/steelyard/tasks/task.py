@@ -112,9 +112,9 @@ class TaskRequest:
 
     `vocab` and `positions` are the model's sizes. `length` (tokens of a row) and `batch` (the
     global batch, in the task's unit) are for training, `requests` and `salt` for generation, 0 or
-    empty for other kinds; `pack` is whether a training row may hold several samples. `published` has the case's facts on the published data set by
-    name. `load_tokenizer()` returns the tokenizer, `step_batch()` how many items a training step
-    takes.
+    empty for other kinds; `pack` is whether a training row may hold several samples. `published`
+    has the case's facts on the published data set by name. `load_tokenizer()` returns the
+    tokenizer, `step_batch()` how many items a training step takes.
     """
 
     data: Any  # `question.data`, of the task's own type

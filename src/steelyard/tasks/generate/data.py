@@ -225,13 +225,12 @@ def _read_trace(request: TaskRequest) -> tuple[PromptSource, str, str]:
     for line in jsonl.read_json_lines(path, TRACE_FORMAT, MAX_LINE_BYTES):
         if len(prompts) == MAX_TRACE_ROWS:
             raise RequestError(f"{path}: a trace of more than {MAX_TRACE_ROWS:,} lines")
-        value = line.value if isinstance(line.value, dict) else {}
+        value: dict[str, Any] = line.value if isinstance(line.value, dict) else {}
         names = next((names for names in TRACE_NAMES if names[0] in value), TRACE_NAMES[0])
         prompt, output, arrival = (value.get(name) for name in names[:3])
         if not (type(prompt) is int and type(output) is int and prompt > 0 and output > 0):
             raise RequestError(f"{line.location}: lengths must be whole numbers; {TRACE_FORMAT}")
-        is_time = isinstance(arrival, int | float) and not isinstance(arrival, bool)
-        if not is_time or not 0 <= arrival <= MAX_ARRIVAL:
+        if type(arrival) not in (int, float) or not 0 <= arrival <= MAX_ARRIVAL:
             raise RequestError(f"{line.location}: no time of arrival; {TRACE_FORMAT}")
         if prompt + output > request.positions:
             raise RequestError(

@@ -4,7 +4,7 @@ what a record keeps of the answers.
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from steelyard.data.request_outcomes import Lengths
 from steelyard.schema import FrozenModel
@@ -39,7 +39,8 @@ class GenerateData(FrozenModel):
         """Raise ValueError if a length is out of bounds, bounds are in the wrong order, or the
         data's own are asked for where the source has none.
         """
-        for name, rule in (("prompt_tokens", self.prompt_tokens), ("output_tokens", self.output_tokens)):
+        for name in ("prompt_tokens", "output_tokens"):
+            rule = getattr(self, name)
             if rule == "data":
                 if self.source == "ids" or (self.source == "texts" and name == "output_tokens"):
                     raise ValueError(f"{name} 'data': prompts of source {self.source!r} have none")
@@ -53,8 +54,7 @@ class GenerateData(FrozenModel):
 
 
 def find_longest(data: GenerateData) -> int | None:
-    """Return the most tokens that a prompt and its output have together; None if the data decide.
-    """
+    """Return the most tokens of a prompt and its output together; None if the data decide."""
     bounds = [data.prompt_tokens, data.output_tokens]
     numbers = [rule[1] if isinstance(rule, tuple) else rule for rule in bounds]
     return None if "data" in numbers else sum(int(number) for number in numbers)
