@@ -1,0 +1,140 @@
+"""Engine transformers generates: tokens of the loop equal those of the library's own `generate`, in
+every way of running requests.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from steelyard.accelerators.cpu_torch import CpuTorchDevice
+from steelyard.case.request import EngineSettings
+from steelyard.case.resolve import resolve_case
+from steelyard.engine import engine_rows
+from steelyard.engine.job import Job
+from steelyard.errors import RequestError
+from steelyard.plan import degrees
+from steelyard.run.clock import now
+from steelyard.run.requests import RequestLoop, RequestTrace
+from steelyard.tasks.task import Sources
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+REQUESTS = 6
+SALT = "5a" * 16
+
+
+def make_job(*settings: str) -> Job:
+    """Return the job of one rank on a CPU for the smoke case with these settings of `--set`."""
+    case = resolve_case("llama3-8b-generate", size="smoke", settings=list(settings)).case
+    described = case.question.describe_for_task(Sources(None, None, None), REQUESTS, True, {})
+    plan = degrees.make_single_plan()
+    return Job(
+        case=case,
+        work="generate",
+        inputs=case.question.task_row.prepare(replace(described, salt=SALT)).inputs,
+        weights=None,
+        device=CpuTorchDevice(0, now),
+        rank=0,
+        world=1,
+        plan=plan,
+        place=degrees.find_position(plan, 0),
+        group=None,
+        steps=None,
+        settings=EngineSettings(),
+    )
+
+
+def run_pass(engine: Any, job: Job) -> RequestTrace:
+    """Run a pass of all requests through the engine's port and return its trace."""
+    load = job.case.question.load
+    assert load is not None
+    loop = RequestLoop(job.inputs, load, job.device)
+    engine.prepare("generate", lambda name: nullcontext())
+    loop.plan()
+    with engine.open_port("generate", loop, now) as port:
+        steps = loop.run(port)
+    return loop.make_trace(steps, "generate")
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Any]]:
+    """Yield a list for engines, which are closed at the end."""
+    opened: list[Any] = []
+    yield opened
+    for engine in opened:
+        engine.close()
+
+
+LOADS = {
+    "one by one, static cache": ("load.concurrency=1",),
+    "closed loop": ("load.concurrency=4",),
+    "offline": ("load.mode=offline",),
+    "open loop": ("load.rate=1000",),
+    "a step of few tokens, so that prompts are cut": ("tune.batch_tokens=24",),
+    "another number of key heads": ("question.model.kv_heads=4", "load.concurrency=3"),
+}
+
+
+@pytest.mark.parametrize("settings", LOADS.values(), ids=LOADS)
+def test_tokens_are_those_of_generate(settings: tuple[str, ...], engines: list[Any]) -> None:
+    job = make_job(*settings)
+    engine = engine_rows.load_engine("transformers", "generate")(job)
+    engines.append(engine)
+    trace = run_pass(engine, job)
+    model = engine._get_scorer().model.model
+    model.set_attn_implementation("sdpa")
+    assert [state.end.outcome for state in trace.states] == ["ok"] * REQUESTS
+    for number, state in enumerate(trace.states):
+        prompt = torch.tensor([list(state.request.prompt)])
+        expected = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=state.request.output_tokens,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )[0, prompt.shape[1] :].tolist()
+        assert trace.get_output_ids(number, job.inputs) == expected
+        assert len(expected) == state.request.output_tokens == sum(state.tokens)
+    assert trace.samples.counted_by == "ids"
+
+
+def test_warm_up_is_not_in_the_pass_and_one_thread_serves_both(engines: list[Any]) -> None:
+    job = make_job("load.concurrency=2")
+    engine = engine_rows.load_engine("transformers", "generate")(job)
+    engines.append(engine)
+    first = run_pass(engine, job)
+    backend = engine._backend
+    second = run_pass(engine, job)
+    assert engine._backend is backend
+    assert [state.request.number for state in second.states] == list(range(REQUESTS))
+    assert [first.get_output_ids(i, job.inputs) for i in range(REQUESTS)] == [
+        second.get_output_ids(i, job.inputs) for i in range(REQUESTS)
+    ]
+    stamps = engine.details()["library_stamps"]
+    assert stamps["requests"] == REQUESTS
+    assert 0 <= stamps["mean_s"] <= stamps["largest_s"]
+
+
+def test_requests_fail_when_the_thread_of_the_library_ends(engines: list[Any]) -> None:
+    """Every request has an end, also if nobody computes it any more."""
+    job = make_job("load.mode=offline")
+    engine = engine_rows.load_engine("transformers", "generate")(job)
+    engines.append(engine)
+    engine.prepare("generate", lambda name: nullcontext())
+    engine._backend._manager.stop(block=True, timeout=60)
+    load = job.case.question.load
+    assert load is not None
+    loop = RequestLoop(job.inputs, load, job.device)
+    loop.plan()
+    with engine.open_port("generate", loop, now) as port:
+        trace = loop.make_trace(loop.run(port), "generate")
+    assert [state.end.outcome for state in trace.states] == ["failed"] * REQUESTS
+
+
+def test_other_kernels_of_attention_are_refused() -> None:
+    with pytest.raises(RequestError, match="generates with sdpa alone"):
+        engine_rows.load_engine("transformers", "generate")(make_job("tune.attention=flash"))
