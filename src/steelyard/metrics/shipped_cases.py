@@ -19,7 +19,8 @@ from steelyard.models.auto_shape import AutoModel
 from steelyard.record.record import Record
 from steelyard.words import Message
 
-NAMED_FIELDS = ("division", "precision")  # question fields that are shown by name beside the case's
+# question fields that are shown by name beside the case's
+NAMED_FIELDS = ("division", "precision", "load")
 
 
 def list_modified_parts(record: Record) -> list[str]:
@@ -27,8 +28,8 @@ def list_modified_parts(record: Record) -> list[str]:
     "question", "data" (its fingerprint), "gate", "max_interval", in this order; or only "size" if
     the shipped case has no such size.
 
-    What the command line changed in the question, division, precision, and question fields that are
-    newer than the record do not count; what it changed in gate or max_interval does. Empty if
+    What the command line changed in the question, division, precision, load, and question fields
+    that are newer than the record do not count; what it changed in gate or max_interval does. Empty if
     nothing differs, or no case of that name is shipped.
     """
     case = record.case
@@ -153,8 +154,8 @@ def _apply_command_line(
     """Return a copy of the shipped question with the record's values where the command line changed
     them, by `origins` (dotted key to where its value came from).
 
-    Values of unknown origin count as changed. Division and precision are always the record's, since
-    they are shown by name. A key that the record lacks becomes None; one whose parent is missing is
+    Values of unknown origin count as changed. Division, precision and load are always the record's,
+    since they are shown by name. A key that the record lacks becomes None; one whose parent is missing is
     skipped.
     """
     out = deepcopy(shipped)
