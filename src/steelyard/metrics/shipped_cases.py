@@ -29,8 +29,8 @@ def list_modified_parts(record: Record) -> list[str]:
     the shipped case has no such size.
 
     What the command line changed in the question, division, precision, load, and question fields
-    that are newer than the record do not count; what it changed in gate or max_interval does. Empty if
-    nothing differs, or no case of that name is shipped.
+    that are newer than the record do not count; what it changed in gate or max_interval does. Empty
+    if nothing differs, or no case of that name is shipped.
     """
     case = record.case
     if case.name not in resolve.list_shipped_cases():
@@ -155,8 +155,8 @@ def _apply_command_line(
     them, by `origins` (dotted key to where its value came from).
 
     Values of unknown origin count as changed. Division, precision and load are always the record's,
-    since they are shown by name. A key that the record lacks becomes None; one whose parent is missing is
-    skipped.
+    since they are shown by name. A key that the record lacks becomes None; one whose parent is
+    missing is skipped.
     """
     out = deepcopy(shipped)
     changed = [
