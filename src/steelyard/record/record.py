@@ -24,7 +24,7 @@ from steelyard.plan.degrees import Plan
 from steelyard.record import record_file
 from steelyard.record.profile_facts import Profile
 from steelyard.record.record_file import SCHEMA_VERSION, to_canonical_bytes
-from steelyard.record.request_samples import RequestSamples
+from steelyard.record.request_samples import RequestPasses
 from steelyard.record.run_facts import (
     EngineDetails,
     Environment,
@@ -411,7 +411,7 @@ class Record(FrozenModel):
             " records"
         ),
     )
-    requests: list[RequestSamples] = Field(
+    requests: RequestPasses = Field(
         default_factory=list,
         description="of generation: the requests of each pass; left out by other kinds of work",
     )

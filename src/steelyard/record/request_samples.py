@@ -54,7 +54,8 @@ PER_REQUEST = (
     "retokenized_tokens",  # tokens of the generated text; -1: not known
     "outcome",  # index into OUTCOMES
 )
-# Numbers below 0, and those that must be above it: a chunk without tokens is none.
+COUNTED = PER_REQUEST[5:]  # what a table has as it is stored
+# The least number of a column where it is not 0; a chunk without tokens is none.
 LEAST_NUMBERS = {"usage_prompt_tokens": -1, "retokenized_tokens": -1, "chunk_tokens": 1}
 PER_CHUNK = ("chunk_us", "chunk_tokens")  # since the chunk before, the first since sent; tokens
 
@@ -119,7 +120,8 @@ class RequestTable:
     @property
     def is_ok(self) -> NDArray[np.bool_]:
         """Whether each request ended regularly with at least one token."""
-        return (self.outcome == 0) & (self.output_tokens > 0) & np.isfinite(self.first_s)
+        is_ok: NDArray[np.bool_] = (self.outcome == 0) & (self.output_tokens > 0)
+        return is_ok & np.isfinite(self.first_s)
 
 
 def check_declared_totals(passes: Any) -> Any:
@@ -225,16 +227,15 @@ class RequestSamples(GrownModel):
         last_us[has_chunk] = chunk_us[starts[1:][has_chunk] - 1]
         last[has_chunk] = last_us[has_chunk] / US
         return RequestTable(
-            scheduled / US,
-            due / US,
-            sent / US,
-            first,
-            last,
-            (last_us + numbers["end_us"]) / US,
-            *(numbers[name] for name in PER_REQUEST[5:]),
-            starts,
-            chunk_us / US,
-            numbers["chunk_tokens"],
+            scheduled_s=scheduled / US,
+            due_s=due / US,
+            sent_s=sent / US,
+            first_s=first,
+            last_s=last,
+            end_s=(last_us + numbers["end_us"]) / US,
+            chunk_starts=starts,
+            chunk_s=chunk_us / US,
+            **{name: numbers[name] for name in (*COUNTED, "chunk_tokens")},
         )
 
 

@@ -3,14 +3,19 @@
 Requests are handed to the engine's port when they are due, and every chunk is stamped the moment
 the port reports it. In an open loop the times of arrival are fixed before the first request and
 wait for nothing; in a closed loop a request is scheduled the moment a slot is free. Called by
-run/worker.py beside `measure`, with the same clock.
+run/generation_pass.py, with the clock of `measure`.
+
+The loop costs the same for each request and each chunk however many there are: a chunk is one
+reading of the clock and two numbers in arrays. Prompts are made before the clock starts; what does
+not fit into memory, or is sent for as long as the run lasts, is made one at a time while the loop
+waits, never between a request's time and its sending.
 """
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import count
 
 import numpy as np
 
@@ -20,7 +25,10 @@ from steelyard.data.prompts import GenerationRequest, PromptRequests
 from steelyard.data.request_outcomes import OUTCOMES, CountedBy
 from steelyard.engine.generation import RequestEnd, RequestPort
 from steelyard.engine.work import Work
+from steelyard.errors import RequestError
 from steelyard.record.request_samples import (
+    MAX_CHUNKS,
+    MAX_REQUESTS,
     PER_CHUNK,
     PER_REQUEST,
     US,
@@ -36,45 +44,60 @@ TICK_S = 0.05  # the loop wakes up at least so often, and so knows how late it w
 MAX_FAILURES = 64
 MAX_ERRORS = 20  # texts of failures that are kept
 MAX_ERROR_CHARS = 500
+BURST = 64  # requests that are handed in before the port may work again
+MAX_PREPARED_TOKENS = 1 << 26  # of prompts in memory before the clock starts
+RESERVE = 64  # prompts that are kept ready during the run, at least; one for each slot
+MAX_OUTPUT_TOKENS = 15_000_000  # of all requests together; below MAX_CHUNKS of a record
+# An answer beyond so many times the tokens that were asked for, and some, is cut off.
+FLOOD_FACTOR, FLOOD_TOKENS = 2, 64
+UNENDED = RequestEnd("missing")
 
 
 def plan_arrivals(load: Load, requests: PromptRequests, min_time_s: float | None) -> list[float]:
     """Return the times of arrival of an open loop in seconds since its start, all fixed before the
     first request: as many as `requests.count`, and more until `min_time_s` is over. Poisson
-    arrivals are drawn from the case's seed; those of a trace repeat behind its end.
+    arrivals are drawn from the case's seed; those of a trace repeat behind its end. Raises
+    RequestError if these are more requests than a record has room for.
     """
-    trace = requests.source.arrivals_s
-    if load.arrivals == "trace":
-        if trace is None:
-            raise ValueError("load.arrivals 'trace' needs prompts of source 'trace'")
-        period = trace[-1] + (trace[-1] / max(1, len(trace) - 1) or 1.0)
-        draw = (trace[i % len(trace)] + period * (i // len(trace)) for i in range(10**9))
-    else:
-        draw = _draw_arrivals(load, requests.seed)
     times: list[float] = []
-    for time_s in draw:
+    for time_s in _draw_arrivals(load, requests):
         if len(times) >= requests.count and (min_time_s is None or time_s > min_time_s):
-            return times
+            break
+        if len(times) == MAX_REQUESTS:
+            raise RequestError(
+                f"min_time_s={min_time_s}: more than {MAX_REQUESTS:,} requests arrive until then;"
+                " ask for less time or a lower load.rate"
+            )
         times.append(time_s)
     return times
 
 
-def _draw_arrivals(load: Load, seed: int) -> Any:
-    """Yield the times of arrival of a Poisson process, or of a constant rate, without end."""
-    generator, time_s = np.random.default_rng([seed, 5]), 0.0
-    rate = load.rate or 1.0
+def _draw_arrivals(load: Load, requests: PromptRequests) -> Iterator[float]:
+    """Yield the times of arrival of an open loop in seconds, without end. Raises RequestError if
+    they are those of a trace and there is none.
+    """
+    trace, rate = requests.source.arrivals_s, load.rate or 1.0
+    if load.arrivals == "trace":
+        if trace is None:
+            raise RequestError(
+                "load.arrivals 'trace' needs prompts of a trace: set question.data.source=trace"
+            )
+        # the first comes again one mean gap after the last
+        period_s = trace[-1] + (trace[-1] / max(1, len(trace) - 1) or 1.0)
+        yield from (trace[i % len(trace)] + period_s * (i // len(trace)) for i in count())
+    elif load.arrivals == "constant":
+        yield from (i / rate for i in count())
+    generator, time_s = np.random.default_rng([requests.seed, 5]), 0.0
     while True:
-        if load.arrivals != "constant":
-            time_s += float(generator.exponential(1 / rate))
+        time_s += float(generator.exponential(1 / rate))
         yield time_s
-        if load.arrivals == "constant":
-            time_s += 1 / rate
 
 
-@dataclass
+@dataclass(slots=True)
 class _RequestState:
     """What the loop knows of one request; times in seconds since the start of the pass. `times_s`
     and `tokens` have one value for each chunk, `ids` one for each token whose id is known.
+    `output_tokens` are those of the chunks so far, `fault` what is wrong with them.
     """
 
     request: GenerationRequest
@@ -83,9 +106,11 @@ class _RequestState:
     sent_s: float
     times_s: "array[float]" = field(default_factory=lambda: array("d"))
     tokens: "array[int]" = field(default_factory=lambda: array("q"))
-    ids: "array[int]" = field(default_factory=lambda: array("q"))
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
+    output_tokens: int = 0
+    fault: RequestEnd | None = None
     end_s: float | None = None
-    end: RequestEnd = RequestEnd("missing")
+    end: RequestEnd = UNENDED
 
 
 @dataclass(frozen=True)
@@ -100,15 +125,20 @@ class RequestTrace:
     states: Sequence[_RequestState]
 
     def get_output_ids(self, number: int, requests: PromptRequests) -> list[int] | None:
-        """Return the token ids that a request generated: those that were reported, else those of
-        its text by the tokenizer; None if neither is known, or it did not end regularly.
+        """Return the token ids that a request generated, at most as many as were asked for: those
+        that were reported, if each token has one, else those of its text by the tokenizer. None if
+        neither is known, one is not in the model's vocabulary, or it did not end regularly.
         """
         state = self.states[number]
         if state.end.outcome != "ok":
             return None
-        if state.ids:
-            return list(state.ids)
-        return None if state.end.text is None else requests.encode_output(state.end.text)
+        ids: list[int] | None = list(state.ids)
+        if len(state.ids) != state.output_tokens:
+            text = state.end.text
+            ids = None if text is None else requests.encode_output(text)
+        if ids is None or max(ids, default=0) >= requests.vocab:
+            return None
+        return ids[: state.request.output_tokens]
 
 
 class RequestLoop:
@@ -135,8 +165,10 @@ class RequestLoop:
         self._request_done, self._busy = request_done, busy
         self._states: list[_RequestState] = []
         self._marks: list[Mark] = []
-        self._lags_s: "array[float]" = array("d")
-        self._open = self._ended = self._failures = 0
+        self._lags_s: array[float] = array("d")
+        self._open = self._ended = self._failures = self._chunks = self._asked_tokens = 0
+        self._planned = self._reserve = 0
+        self._has_failed = False  # too many requests failed in a row: no more are sent
         self._start = 0.0
         self._client_cpu_s: float | None = None  # None: the engine worked in the same process
         self._arrivals: deque[float] = deque()
@@ -163,87 +195,147 @@ class RequestLoop:
         return PassTrace(self._start, wall_s, device_s, cpu_s, clock_name, first, self._marks)
 
     def plan(self) -> None:
-        """Fix the schedule, and make all requests that are known to be sent, before the clock
-        starts. Called once, before `run`.
+        """Fix the schedule, and make the requests that are known to be sent, as far as memory
+        allows, before the clock starts. Called once, before `run`. Raises RequestError if the
+        answers are longer than a record has room for.
         """
-        count, load = self._requests.count, self._load
+        planned, load = self._requests.count, self._load
         if load.mode == "rate":
             self._arrivals.extend(plan_arrivals(load, self._requests, self._min_time_s))
-            count = len(self._arrivals)
-            self._free_slots.extend([0.0] * (load.max_concurrency or count))
+            planned = len(self._arrivals)
+            self._free_slots.extend([0.0] * (load.max_concurrency or planned))
         elif load.mode == "offline":
-            self._arrivals.extend([0.0] * count)
-            self._free_slots.extend([0.0] * count)
+            self._arrivals.extend([0.0] * planned)
+            self._free_slots.extend([0.0] * planned)
         else:
-            self._free_slots.extend([0.0] * min(load.concurrency or 1, count))
-        self._prepared.extend(self._requests.make(number) for number in range(count))
+            self._free_slots.extend([0.0] * min(load.concurrency or 1, planned))
+        lengths = map(self._requests.find_lengths, range(planned))
+        if planned > MAX_REQUESTS or sum(output for _, output in lengths) > MAX_OUTPUT_TOKENS:
+            raise RequestError(
+                f"{planned:,} requests: a record has room for {MAX_REQUESTS:,}, and for"
+                f" {MAX_OUTPUT_TOKENS:,} tokens of all answers; send fewer (--set requests=N)"
+            )
+        self._planned = planned
+        self._reserve = max(RESERVE, load.concurrency or 0)
+        prompt_tokens = 0
+        while len(self._prepared) < planned and prompt_tokens < MAX_PREPARED_TOKENS:
+            prompt_tokens += len(self._prepare_next().prompt)
+
+    def _prepare_next(self) -> GenerationRequest:
+        """Make the request behind those that are ready, add it to them and return it."""
+        request = self._requests.make(len(self._states) + len(self._prepared))
+        self._prepared.append(request)
+        return request
+
+    def _needs_prompts(self) -> bool:
+        """Return whether fewer requests are ready than the reserve, and more may be sent."""
+        ready = len(self._prepared)
+        is_timed = self._load.mode == "concurrency" and self._min_time_s is not None
+        return (
+            ready < self._reserve
+            and (is_timed or len(self._states) + ready < self._planned)
+            and self._has_more()
+        )
 
     def _submit_due(self, port: RequestPort) -> bool:
-        """Hand in every request that is due, and return whether any are still to come."""
-        while self._has_more():
+        """Hand in the requests that are due, at most `BURST`, and return whether any are still to
+        come.
+        """
+        for _ in range(BURST):
+            if not self._has_more():
+                return False
             now_s = self._clock() - self._start
             if not self._free_slots or (self._arrivals and self._arrivals[0] > now_s):
                 return True
             free_s = self._free_slots.popleft()
             scheduled_s = self._arrivals.popleft() if self._arrivals else free_s
-            number = len(self._states)
-            request = self._prepared.popleft() if self._prepared else self._requests.make(number)
+            if not self._prepared:
+                self._prepare_next()
+            request = self._prepared.popleft()
             sent_s = self._clock() - self._start
             self._states.append(
                 _RequestState(request, scheduled_s, max(scheduled_s, free_s), sent_s)
             )
             self._open += 1
+            self._asked_tokens += request.output_tokens
             port.submit(request)
-        return False
+        return self._has_more()
 
     def _has_more(self) -> bool:
         """Return whether requests are still to be sent: arrivals are left, or a closed loop has
-        neither sent all nor run for its least time. False once too many failed in a row.
+        neither sent all nor run for its least time, and a record has room for more. False once too
+        many failed in a row.
         """
-        if self._failures >= MAX_FAILURES:
+        if self._has_failed:
             return False
         if self._load.mode != "concurrency":
             return bool(self._arrivals)
-        if len(self._states) < self._requests.count:
+        if len(self._states) < self._planned:
             return True
-        is_early = self._clock() - self._start < (self._min_time_s or 0.0)
-        return self._min_time_s is not None and is_early
+        if self._min_time_s is None or self._clock() - self._start >= self._min_time_s:
+            return False
+        return len(self._states) < MAX_REQUESTS and self._asked_tokens < MAX_OUTPUT_TOKENS
 
     def _wait(self, port: RequestPort) -> None:
         """Let the port work until the next request is due, at most `TICK_S`, and note how late it
-        returned.
+        returned. If prompts are short, make one first, and let the port work only for what has
+        arrived: the time of the making then counts as being late.
         """
-        until_s = self._clock() + TICK_S
-        if self._arrivals and self._free_slots:
-            until_s = min(until_s, self._start + self._arrivals[0])
+        begin_s = self._clock()
+        until_s = begin_s + TICK_S
+        if self._needs_prompts():
+            self._prepare_next()
+            until_s = begin_s
+        elif self._free_slots and self._has_more():
+            due_s = self._start + self._arrivals[0] if self._arrivals else begin_s
+            until_s = max(begin_s, min(until_s, due_s))
         port.wait(until_s)
         late_s = self._clock() - until_s
         if late_s >= 0:
             self._lags_s.append(late_s)
 
     def add_chunk(self, number: int, tokens: int, ids: Sequence[int] = ()) -> None:
-        """Stamp a chunk of a request, as `RequestSink` says. A chunk without tokens is ignored."""
+        """Stamp a chunk of a request, as `RequestSink` says. A chunk without tokens is ignored, and
+        so is what comes behind the end, or behind a fault: ids that the model does not have, or
+        many more tokens than were asked for.
+        """
         at_s = self._clock() - self._start
         state = self._states[number]
-        if tokens > 0 and state.end_s is None:
+        if tokens <= 0 or state.end_s is not None or state.fault is not None:
+            return
+        most = FLOOD_FACTOR * state.request.output_tokens + FLOOD_TOKENS
+        if state.output_tokens + tokens > most or self._chunks >= MAX_CHUNKS:
+            state.fault = RequestEnd("flooded", f"more than {most} tokens")
+        elif ids and not (min(ids) >= 0 and max(ids) < self._requests.vocab):
+            state.fault = RequestEnd("garbage", "a token id that the model does not have")
+        else:
             state.times_s.append(at_s)
             state.tokens.append(tokens)
             state.ids.extend(ids)
+            state.output_tokens += tokens
+            self._chunks += 1
 
     def end_request(self, number: int, end: RequestEnd) -> None:
         """Stamp the end of a request and free its slot, as `RequestSink` says. Only the first end
-        counts.
+        counts. A regular end is none if a chunk had a fault, no token came, or the server's usage
+        is an impossible number.
         """
+        at_s = self._clock() - self._start
         state = self._states[number]
         if state.end_s is not None:
             return
-        state.end_s, state.end = self._clock() - self._start, end
-        if end.outcome == "ok" and not state.times_s:
+        state.end_s, state.end = at_s, end
+        if not (_is_count(end.output_tokens) and _is_count(end.prompt_tokens)):
+            state.end = RequestEnd("garbage", "the server's usage is an impossible number")
+        elif end.outcome == "ok" and state.fault is not None:
+            state.end = state.fault
+        elif end.outcome == "ok" and not state.times_s:
             state.end = RequestEnd("empty", "a regular end without any token")
         self._failures = 0 if state.end.outcome == "ok" else self._failures + 1
+        self._has_failed |= self._failures >= MAX_FAILURES
         self._open -= 1
         self._ended += 1
-        self._free_slots.append(state.end_s)
+        self._free_slots.append(at_s)
         if self._request_done is not None:
             self._request_done(self._ended)
 
@@ -258,18 +350,16 @@ class RequestLoop:
         wall_s, client_cpu_s = steps.wall_s, self._client_cpu_s
         for state in self._states:
             _settle_tokens(state)
-        unsent = [*self._prepared] if self._failures >= MAX_FAILURES else []
-        states = [
-            *self._states,
-            *(_RequestState(request, wall_s, wall_s, wall_s) for request in unsent),
-        ]
-        errors = dict.fromkeys(
-            state.end.error[:MAX_ERROR_CHARS] for state in states if state.end.error
-        )
-        counted: set[CountedBy] = {state.end.counted_by for state in self._states}
+        columns = _make_columns(self._states, wall_s, self._requests)
+        if self._has_failed:
+            _append_unsent(columns, range(len(self._states), self._planned), wall_s, self._requests)
+        ends = [state.end for state in self._states]
+        errors = dict.fromkeys(end.error[:MAX_ERROR_CHARS] for end in ends if end.error)
+        regular = [end for end in ends if end.outcome == "ok"] or ends
+        counted: set[CountedBy] = {end.counted_by for end in regular}
         lags_us = sorted(_to_us(lag_s) for lag_s in self._lags_s) or [0]
         samples = make_request_samples(
-            _make_columns(states, wall_s, self._requests),
+            columns,
             pass_name=pass_name,
             rank=rank,
             counted_by=next((how for how in ("chunks", "usage") if how in counted), "ids"),
@@ -285,17 +375,28 @@ class RequestLoop:
         return RequestTrace(steps, samples, self._states)
 
 
+def _is_count(number: int | None) -> bool:
+    """Return whether a number that a server stated can be one of tokens; None, not stated, can."""
+    return number is None or (type(number) is int and 0 <= number <= MAX_CHUNKS)
+
+
 def _settle_tokens(state: _RequestState) -> None:
     """Make the tokens of a request's chunks add up to what the server's usage says, in place, if
-    they were not counted by ids: spread evenly, the first chunk with at least one.
+    they were not counted by ids: spread evenly, the first chunk and the last with at least one, so
+    that no time changes. Of more chunks than tokens, some in between are left out. A usage of no
+    tokens is not believed: the chunks stay as they were counted.
     """
     total, chunks = state.end.output_tokens, len(state.tokens)
-    if total is None or state.end.counted_by == "ids" or not chunks or sum(state.tokens) == total:
+    if not total or state.end.counted_by == "ids" or not chunks or state.output_tokens == total:
         return
-    state.tokens = array(
-        "q",
-        (-(-(i + 1) * total // chunks) - -(-i * total // chunks) for i in range(chunks)),
-    )
+    first = total if chunks == 1 else max(1, total // chunks)
+    # token counts up to and with each chunk, in even steps from the first chunk's to all
+    sums = first + (total - first) * np.arange(chunks) // max(1, chunks - 1)
+    tokens = np.diff(sums, prepend=0)
+    times_s = np.frombuffer(state.times_s)[tokens > 0]
+    state.times_s = array("d", times_s.tobytes())
+    state.tokens = array("q", tokens[tokens > 0].astype(np.int64).tobytes())
+    state.output_tokens = total
 
 
 def _to_us(time_s: float) -> int:
@@ -305,36 +406,57 @@ def _to_us(time_s: float) -> int:
 
 def _make_columns(
     states: Sequence[_RequestState], wall_s: float, requests: PromptRequests
-) -> dict[str, list[int]]:
-    """Return the columns of request samples (record/request_samples.py) as lists of integers, times
-    as differences in microseconds. A request without an end ended with the pass.
+) -> "dict[str, array[int]]":
+    """Return the columns of request samples (record/request_samples.py), times as differences in
+    microseconds. A request without an end ended with the pass.
     """
-    columns: dict[str, list[int]] = {name: [] for name in (*PER_REQUEST, *PER_CHUNK)}
+    columns = {name: array("q") for name in (*PER_REQUEST, *PER_CHUNK)}
     previous_us = 0
     for state in states:
         scheduled, due, sent = map(_to_us, (state.scheduled_s, state.due_s, state.sent_s))
-        stamps = [sent, *map(_to_us, state.times_s)]
-        end = _to_us(wall_s if state.end_s is None else state.end_s)
-        text = state.end.text
-        again = None if text is None else requests.encode_output(text)
+        stamps = np.rint(np.frombuffer(state.times_s) * US).astype(np.int64)
+        last = int(stamps[-1]) if len(stamps) else sent
+        is_kept = state.end.outcome == "ok" and state.end.text is not None
+        again = requests.encode_output(state.end.text or "") if is_kept else None
+        usage = state.end.prompt_tokens
         values = {
             "scheduled_us": scheduled - previous_us,
             "due_us": due - scheduled,
             "sent_us": sent - due,
-            "chunk_count": len(state.times_s),
-            "end_us": end - stamps[-1],
+            "chunk_count": len(stamps),
+            "end_us": _to_us(wall_s if state.end_s is None else state.end_s) - last,
             "prompt_tokens": len(state.request.prompt),
             "asked_tokens": state.request.output_tokens,
-            "output_tokens": sum(state.tokens),
-            "usage_prompt_tokens": -1
-            if state.end.prompt_tokens is None
-            else state.end.prompt_tokens,
+            "output_tokens": state.output_tokens,
+            "usage_prompt_tokens": -1 if usage is None else usage,
             "retokenized_tokens": -1 if again is None else len(again),
             "outcome": OUTCOMES.index(state.end.outcome),
         }
         for name, value in values.items():
             columns[name].append(value)
-        columns["chunk_us"] += [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
-        columns["chunk_tokens"] += state.tokens
+        columns["chunk_us"].frombytes(np.diff(stamps, prepend=sent).tobytes())
+        columns["chunk_tokens"].extend(state.tokens)
         previous_us = scheduled
     return columns
+
+
+def _append_unsent(
+    columns: "dict[str, array[int]]", numbers: range, wall_s: float, requests: PromptRequests
+) -> None:
+    """Append the requests of these numbers, which were planned and never sent, to the columns: as
+    `missing`, scheduled when the pass ended.
+    """
+    gap_us = _to_us(wall_s) - sum(columns["scheduled_us"])
+    for number in numbers:
+        prompt, output = requests.find_lengths(number)
+        values = dict.fromkeys(PER_REQUEST, 0) | {
+            "scheduled_us": gap_us,
+            "prompt_tokens": prompt,
+            "asked_tokens": output,
+            "usage_prompt_tokens": -1,
+            "retokenized_tokens": -1,
+            "outcome": OUTCOMES.index("missing"),
+        }
+        for name in PER_REQUEST:
+            columns[name].append(values[name])
+        gap_us = 0

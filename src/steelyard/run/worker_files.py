@@ -20,7 +20,7 @@ from steelyard.plan.degrees import Plan
 from steelyard.record.ceilings_record import BenchTimings
 from steelyard.record.profile_facts import Profile
 from steelyard.record.record import PassFacts, Sample, Scope
-from steelyard.record.request_samples import RequestSamples
+from steelyard.record.request_samples import RequestPasses
 from steelyard.record.run_facts import EngineDetails, RankFacts, WeightsFacts
 from steelyard.run.messages import HostSpec
 from steelyard.schema import FrozenModel, describe_first_problem
@@ -134,7 +134,7 @@ class RankFile(FrozenModel):
     budget: dict[str, float]
     windows: list[PassFacts] = Field(default_factory=list)
     samples: list[Sample] = Field(default_factory=list)
-    requests: list[RequestSamples] = Field(default_factory=list)
+    requests: RequestPasses = Field(default_factory=list)
     outputs: dict[str, dict[str, Any]] = Field(default_factory=dict)
     common: dict[str, Any] = Field(default_factory=dict)
     identity: dict[str, Any] = Field(default_factory=dict)

@@ -210,8 +210,10 @@ def _first_turns(row: Any) -> tuple[str, str] | None:
     turns = row.get("conversations") if isinstance(row, dict) else None
     if not isinstance(turns, list) or len(turns) < 2:
         return None
-    texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
-    return (texts[0], texts[1]) if all(isinstance(text, str) and text for text in texts) else None
+    one, other = (turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2])
+    if isinstance(one, str) and isinstance(other, str) and one and other:
+        return one, other
+    return None
 
 
 def _read_trace(request: TaskRequest) -> tuple[PromptSource, str, str]:
@@ -227,7 +229,8 @@ def _read_trace(request: TaskRequest) -> tuple[PromptSource, str, str]:
             raise RequestError(f"{path}: a trace of more than {MAX_TRACE_ROWS:,} lines")
         value: dict[str, Any] = line.value if isinstance(line.value, dict) else {}
         names = next((names for names in TRACE_NAMES if names[0] in value), TRACE_NAMES[0])
-        prompt, output, arrival = (value.get(name) for name in names[:3])
+        columns: list[Any] = [value.get(name) for name in names[:3]]
+        prompt, output, arrival = columns
         if not (type(prompt) is int and type(output) is int and prompt > 0 and output > 0):
             raise RequestError(f"{line.location}: lengths must be whole numbers; {TRACE_FORMAT}")
         if type(arrival) not in (int, float) or not 0 <= arrival <= MAX_ARRIVAL:
