@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from steelyard import accelerators
+from steelyard.metrics.declared_hardware import is_hardware_declared
 from steelyard.metrics.passes import find_rate_span
 from steelyard.metrics.result import Finding, make_check, make_note
 from steelyard.record.record import Record, Value
@@ -140,8 +141,11 @@ def check_contention(record: Record, metrics: dict[str, Value]) -> Iterator[Find
     note if it is above `note_above`.
 
     If the share is unknown, only a note. Size smoke, which measures nothing, gets notes but no
-    check. `metrics` is not used.
+    check. Nothing if the hardware is only declared: its server may run beside the client, which has
+    limits of its own. `metrics` is not used.
     """
+    if is_hardware_declared(record):
+        return
     contention_limits = find_contention_limits(record.environment.hardware.accelerator)
     for host_name, load, taken in _measure_hosts(record):
         if taken.value is None:

@@ -12,10 +12,13 @@ from typing import Any, Literal
 
 from steelyard.case.case import AUTO
 from steelyard.metrics import passes, stats
+from steelyard.metrics.declared_hardware import get_declared_device, is_hardware_declared
 from steelyard.metrics.result import WorkName, work_name
 from steelyard.record.record import Record
 from steelyard.schema import to_canonical_json
 
+# how a device is named that only a user states, in groups and tables
+DECLARED, UNDECLARED = "declared", "unknown"
 # beyond any machine, so that no formula overflows on a forged record
 RATE_BOUNDS = (1e-30, 1e30)
 
@@ -26,8 +29,11 @@ IntervalSource = Literal["steps", "runs"]
 
 def list_device_names(record: Record) -> list[str]:
     """Return the names of the devices of a run (such as "NVIDIA H200"), on all hosts, each once and
-    sorted.
+    sorted; for a server whose hardware is only declared what is declared, never the client's
+    devices.
     """
+    if is_hardware_declared(record):
+        return [f"{get_declared_device(record) or UNDECLARED} ({DECLARED})"]
     devices = [
         *record.environment.hardware.devices,
         *(device for host in record.hosts for device in host.devices),

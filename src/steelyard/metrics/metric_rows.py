@@ -39,6 +39,11 @@ def _has_padded_rates(task: Task) -> bool:
     return task.padded_rates
 
 
+def _has_steps_alone(task: Task) -> bool:
+    """Return whether all work of a task's kind is counted by steps, not by requests."""
+    return not task.kind_row.request_passes
+
+
 _WALL_TIME, _COMPUTE_TIME = attrgetter("wall_s"), attrgetter("compute_s")  # fields of a RateSpan
 
 RATES = (
@@ -304,6 +309,7 @@ OTHERS = (
         rates.padded_share,
         *get_meanings("padded_share"),
         form="percent",
+        tasks=_has_steps_alone,
     ),
     Metric(
         "straggler_share",

@@ -11,14 +11,17 @@ from math import isfinite
 
 from steelyard import plugins, tasks, words
 from steelyard.metrics import rates
+from steelyard.metrics.declared_hardware import HARDWARE_METRICS, is_hardware_declared
 from steelyard.metrics.metric import Metric
 from steelyard.metrics.metric_rows import OTHERS, RATES
+from steelyard.metrics.request_rows import REQUEST_ROWS
 from steelyard.metrics.result import Result
 from steelyard.record.record import Record, Value
 from steelyard.tasks.task import NumberForm, Score, Task
 from steelyard.words import Message
 
 GROUP = "steelyard.metrics"
+SHIPPED_RATES = (*RATES, *REQUEST_ROWS)
 FORM_BY_UNIT: dict[str, NumberForm] = {
     "fraction": "percent",
     "share": "percent",
@@ -35,7 +38,7 @@ def list_task_metrics(task: Task) -> list[Metric]:
     `Metric`, or if two metrics of the task have one name: no package replaces another's formula.
     """
     candidates = [
-        *RATES,
+        *SHIPPED_RATES,
         *map(_make_score_metric, task.scores),
         *OTHERS,
         *plugins.load_rows(GROUP, Metric, "metric"),
@@ -85,11 +88,16 @@ def compute_results(record: Record) -> dict[str, Result]:
     order; metrics without a formula are left out.
 
     Notes are messages that are not yet in a language. Values that are not finite become None with a
-    note.
+    note, and so do those of hardware that is only declared.
     """
     rows = [(metric.name, metric.formula) for metric in list_task_metrics(record.task)]
+    unseen = HARDWARE_METRICS if is_hardware_declared(record) else frozenset()
     return {
-        name: _drop_not_finite(formula(record)) for name, formula in rows if formula is not None
+        name: Result(None, Message("metric.not_seen"))
+        if name in unseen
+        else _drop_not_finite(formula(record))
+        for name, formula in rows
+        if formula is not None
     }
 
 
@@ -115,7 +123,7 @@ def find_metric(metric_name: str, unit: str = "", task: Task | None = None) -> M
     """
     known = [
         *(list_task_metrics(task) if task else []),
-        *RATES,
+        *SHIPPED_RATES,
         *OTHERS,
         *(m for some_task in tasks.load_tasks().values() for m in list_task_metrics(some_task)),
     ]
@@ -137,7 +145,7 @@ def sort_metric_names(names: set[str]) -> list[str]:
     alphabetically.
     """
     all_metrics = [
-        *RATES,
+        *SHIPPED_RATES,
         *(
             m
             for some_task in tasks.load_tasks().values()

@@ -149,7 +149,8 @@ def _find_missing_drawn_counts(record: Record, judgement: Judgement) -> list[str
     kind = record.task.kind_row
     if record.clock == "reported" or (record.scope.steps is not None and kind.cut_by_steps):
         return []
-    names = dict.fromkeys(w.pass_name for w in record.passes if w.pass_name not in kind.bare)
+    without = {*kind.bare, *kind.request_passes}  # requests are counted by their own rules
+    names = dict.fromkeys(w.pass_name for w in record.passes if w.pass_name not in without)
     return [
         f"pass {name}"
         for name in names
@@ -246,7 +247,34 @@ def _find_missing_calibration(record: Record, judgement: Judgement) -> list[str]
     return [f"rank {facts.rank}" for facts in ranks if facts.calibration is None]
 
 
+def _find_missing_requests(record: Record, judgement: Judgement) -> list[str]:
+    """Return the passes of requests without request samples, or whose samples do not say how well
+    the client kept up. `judgement` is not used.
+    """
+    told = {samples.pass_name for samples in record.requests if samples.client is not None}
+    return [
+        f"pass {window.pass_name}"
+        for window in record.passes
+        if window.pass_name in record.task.kind_row.request_passes and window.pass_name not in told
+    ]
+
+
+def _find_missing_answers(record: Record, judgement: Judgement) -> list[str]:
+    """Return the passes that checked answers which the record does not keep. `judgement` is not
+    used.
+    """
+    kept = record.outputs.get("passes", {})
+    windows = {window.pass_name for window in record.passes}
+    return [
+        f"pass {of}"
+        for name, of in record.task.kind_row.check_passes.items()
+        if name in windows and (of not in kept or name not in kept)
+    ]
+
+
 EVIDENCE = (
+    Evidence("request samples", 5, _find_missing_requests),
+    Evidence("the answers that were checked", 5, _find_missing_answers),
     Evidence("checks that follow from its samples", 3, _find_missing_checks, of_failed=True),
     Evidence("notes that follow from its samples", 3, _find_missing_notes, of_failed=True),
     Evidence(

@@ -8,6 +8,7 @@ from math import log
 from statistics import fmean
 
 from steelyard.metrics import estimates, repeat_groups, standing, stats, vouching
+from steelyard.metrics.declared_hardware import is_hardware_declared
 from steelyard.metrics.estimates import Estimate
 from steelyard.metrics.ratio import Ratio, compare_rates
 from steelyard.metrics.result import work_name
@@ -234,14 +235,15 @@ def _question_sort_key(best_rows: list[OverviewRow]) -> tuple[int, bool, float]:
 
 
 def _select_rated(candidates: Iterable[OverviewRow]) -> list[OverviewRow]:
-    """Return the rows that have a proven rate, of an engine that is not known to compute something
-    else than engine torch (`conform`).
+    """Return the rows that have a proven rate, on hardware that was seen and not only declared, of
+    an engine that is not known to compute something else than engine torch (`conform`).
     """
     return [
         row
         for row in candidates
         if row.is_proven
         and row.rate is not None
+        and not any(map(is_hardware_declared, row.records))
         and vouching.find_weakest_mark(row.records) != "nonconforming"
     ]
 

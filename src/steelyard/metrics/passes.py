@@ -23,15 +23,42 @@ OTHER_PHASE = "other"  # time in no phase: launch gaps, and what an engine does 
 
 
 @dataclass(frozen=True)
+class RateSlices:
+    """Consecutive slices of a span, from which the interval of its rates follows: the `work` that
+    was done in each by name of a count, and `time_s`, by the same names, the seconds that it took,
+    or whatever else the work is measured by (in an open loop the work that was offered).
+    """
+
+    work: dict[str, tuple[float, ...]]
+    time_s: dict[str, tuple[float, ...]]
+
+    @property
+    def count(self) -> int:
+        """The number of slices."""
+        return max(map(len, self.work.values()), default=0)
+
+    def estimate_interval(self, rate: float, count_name: str) -> tuple[float, float] | None:
+        """Return the 95 % interval of a rate of this count (`stats.estimate_rate_interval`); None
+        if the slices are too few for one.
+        """
+        return stats.estimate_rate_interval(
+            rate, self.work.get(count_name, ()), self.time_s.get(count_name, ())
+        )
+
+
+@dataclass(frozen=True)
 class RateSpan:
     """The part of a run over which rates, FLOPs and energy are computed: the whole headline pass in
-    scoring, its steady window (steps after warm-up) in training.
+    scoring, its steady window (steps after warm-up) in training, the window of its requests in
+    generation.
 
     `counts` (tokens, samples, logits, ... by name) are summed over replicas; `wall_s` in seconds is
     that of `slowest_rank`. `compute_s` is None if the engine does not separate compute time.
     `bounds` are (begin, end) by rank in seconds from the start of the run, `steps` the samples that
     counted work, by rank. `note` is a message that describes a steady window; None for a whole
-    pass.
+    pass. `computed` are the counts that FLOPs follow from, where they are not `counts` (None);
+    empty if they are unknown. `slices` are what the interval of a rate follows from, where it is
+    not `steps` (None).
     """
 
     counts: dict[str, int]
@@ -41,6 +68,8 @@ class RateSpan:
     steps: dict[int, list[Sample]]  # working steps by rank
     slowest_rank: int  # the rank with the longest wall time
     note: Message | None = None
+    computed: dict[str, int] | None = None
+    slices: RateSlices | None = None
 
 
 def find_headline_pass(record: Record) -> str | None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from math import fsum
 
 from steelyard.data.division import COUNT_NAMES
-from steelyard.metrics import cpu_contention, passes, rates
+from steelyard.metrics import cpu_contention, passes, rates, request_window
+from steelyard.metrics.declared_hardware import is_hardware_declared
 from steelyard.metrics.result import Finding, make_check, make_note
 from steelyard.plan import degrees, flops
 from steelyard.record.record import Record, Value
@@ -136,10 +137,10 @@ def _compare_with_limits(record: Record, pass_name: str) -> Iterator[tuple[float
 
     The rate is causal model FLOPs, three forwards a step in training, over the limit's own time;
     infinite if that is 0. Limits are the datasheet peak, and the matmul rate of this run with a
-    margin. Nothing for a pass without tokens.
+    margin. Nothing for a pass without tokens, and for hardware that is only declared.
     """
-    counts = passes.sum_counts(record, pass_name)
-    if not counts.get("tokens"):
+    counts = _count_pass_work(record, pass_name)
+    if not counts.get("tokens") or is_hardware_declared(record):
         return
     question = record.question
     model_flops = (
@@ -157,6 +158,24 @@ def _compare_with_limits(record: Record, pass_name: str) -> Iterator[tuple[float
             )
 
 
+def _count_pass_work(record: Record, pass_name: str) -> dict[str, int]:
+    """Return the counts of a pass, summed over its steps, or for a pass of requests what their
+    tokens need (`request_window.count_pass_work`); empty if they are unknown.
+    """
+    if pass_name in record.task.kind_row.request_passes:
+        return request_window.count_pass_work(record, pass_name) or {}
+    return passes.sum_counts(record, pass_name)
+
+
+def _works_elsewhere(record: Record, pass_name: str) -> bool:
+    """Return whether the engine of a pass of requests computed in another process, so that the CPU
+    time of the rank is its client's alone.
+    """
+    samples = request_window.find_request_samples(record, pass_name)
+    client = None if samples is None else samples.client
+    return client is not None and client.cpu_share is not None
+
+
 def _list_rate_limits(
     record: Record, pass_name: str
 ) -> Iterator[tuple[Message, float | None, float]]:
@@ -167,7 +186,7 @@ def _list_rate_limits(
     the host was busy (from formulas version 4 on). Seconds are the shorter of wall and compute
     time. If the CPU is the device, the second limit is the best rate per CPU second times the same
     margin, and the seconds are the CPU time of all ranks in the pass; it is left out if one is
-    unknown.
+    unknown, or the engine works in another process.
     """
     devices = passes.count_devices(record)
     windows = passes.select_windows(record, pass_name)
@@ -195,7 +214,8 @@ def _list_rate_limits(
         return
     rates_by_rank = [list_cpu_rates(rank, has_several) for rank in record.ranks]
     cpu_times_s = [window.cpu_s for window in windows]
-    if rates_by_rank and all(rates_by_rank) and None not in cpu_times_s:
+    is_known = None not in cpu_times_s and not _works_elsewhere(record, pass_name)
+    if rates_by_rank and all(rates_by_rank) and is_known:
         busy_s = fsum(time_s for time_s in cpu_times_s if time_s is not None)
         known = [rate for rates in rates_by_rank for rate in rates]
         message_values: MessageValues = {"margin": margin, "count": len(known)}

@@ -86,8 +86,11 @@ def _wall_rate_interval(
 
 def make_missing_headline_result(record: Record) -> Result:
     """Return a result without a value whose note names the headline pass that did not run (or
-    counted nothing).
+    counted nothing), or says that its requests are too few for a window.
     """
+    pass_name = find_headline_pass(record)
+    if pass_name is not None and record.task.kind_row.span:
+        return Result(None, Message("metric.no_window"))
     return make_absent_result(find_headline_pass(record) or record.task.kind_row.headline[0])
 
 
@@ -102,6 +105,8 @@ def headline_rate(record: Record, key: str, per_device: bool = False) -> Result:
     if rate_span is None or not rate_span.counts.get(key) or not rate_span.wall_s:
         return make_missing_headline_result(record)
     rate = rate_span.counts[key] / rate_span.wall_s / (count_devices(record) if per_device else 1)
+    if rate_span.slices is not None:
+        return Result(rate, rate_span.note, rate_span.slices.estimate_interval(rate, key))
     return Result(
         rate,
         rate_span.note,
@@ -114,15 +119,17 @@ def model_flops(record: Record, convention: flops.Convention) -> Result:
     convention "causal", "palm" or "nominal" (`plan/flops.py`).
 
     In training a step counts as three forwards; recomputation does not count. Without a value if
-    there are no tokens, or, for "nominal", if the model states no nominal number of parameters.
-    Raises ValueError for another convention.
+    there are no tokens, if it is unknown what was computed, or, for "nominal", if the model states
+    no nominal number of parameters. Raises ValueError for another convention.
     """
     rate_span = find_rate_span(record)
     if rate_span is None or not rate_span.counts.get("tokens"):
         return make_missing_headline_result(record)
-    question = record.question
+    counts = rate_span.counts if rate_span.computed is None else rate_span.computed
+    if "logits" not in counts:
+        return Result(None, Message("metric.not_counted"))
     value = flops.count_flops(
-        question.model, rate_span.counts, convention, record.task.kind_row.forwards
+        record.question.model, counts, convention, record.task.kind_row.forwards
     )
     return (
         Result(None, Message("metric.no_nominal"))

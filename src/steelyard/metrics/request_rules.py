@@ -1,15 +1,486 @@
-"""Validity rules of generation."""
+"""Validity rules of generation: whether every request was answered as asked, with the tokens that
+were counted, by a cold server and a client that kept up.
 
-from collections.abc import Iterable
+`Kind.rules` names them. Limits on times are not applied at size smoke, which is not a measurement.
+"""
 
-from steelyard.metrics.result import Finding
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from math import ceil, sqrt
+
+import numpy as np
+
+from steelyard.case.load import Load
+from steelyard.data.request_outcomes import OUTCOMES
+from steelyard.metrics import request_formulas
+from steelyard.metrics.declared_hardware import get_declared_device, is_hardware_declared
+from steelyard.metrics.passes import find_headline_pass, select_windows
+from steelyard.metrics.request_trend import Trend, find_trend
+from steelyard.metrics.request_window import (
+    RequestWindow,
+    find_headline_requests,
+    find_record_window,
+)
+from steelyard.metrics.result import Finding, make_check, make_failed_check, make_note
 from steelyard.record.record import Record, Value
+from steelyard.record.request_samples import Ints, RequestSamples, RequestTable
+from steelyard.tasks.generate.answers import GeneratedTokens, TokenDistances
+from steelyard.words import Message, MessageValues
+
+# Largest distance of a right token from the likeliest one, by precision. Where two logits are
+# nearly equal, the order of additions decides, and batches of other sizes add in another order.
+# These are cautious bounds from the rounding of a logit of size 30 in each type (half a unit in the
+# last place: bf16 0.06, fp16 0.008, fp32 1e-6) and some hundred additions that each round once;
+# they are to be replaced by batch noise measured in each precision.
+ANSWER_TOLERANCE_NATS = {"fp32": 0.01, "tf32": 0.1, "fp16": 0.1, "bf16": 0.5, "fp8": 1.0}
+MIN_CHECKED_SHARE = 0.1  # of the requests (data.prompts.CHECKED_SHARE)
+MAX_TOKEN_DIFFERENCE = 0.01  # share of the tokens by which two ways of counting may differ
+SPECIAL_TOKENS = 4  # that a server may add to a prompt, such as one that begins a text
+MIN_SALT_DIGITS = 16  # hex digits: 64 bits
+MAX_CACHED_SHARE = 0.01  # of the prompts' tokens, in division closed
+MAX_SEND_DELAY_S, MAX_SEND_SHARE = 0.002, 0.01  # mean; the larger of seconds and a share of TTFT
+# 99th percentile of how late the loop wakes up, or stamps a chunk; the larger of both again
+MAX_LAG_S, MAX_LAG_SHARE = 0.01, 0.01
+# Of one core: the loop is one thread, and waits for itself when it is busier than this.
+MAX_CLIENT_CPU_SHARE = 0.8
+US = 1e6
+END_SLACK_S = 0.002  # by which a request may end after its pass, whose clock is read later
+ARRIVAL_DEVIATIONS = 5.0  # standard deviations of a Poisson process
+EOS_WORDS = ("ignore_eos", "min_tokens", "unexpected", "422", "unknown field", "extra")
+
+
+def _find_checked(record: Record) -> tuple[RequestSamples, RequestTable] | None:
+    """Return the request samples of the headline pass and their table; None if the run failed
+    before there were any, or there are none.
+    """
+    samples = find_headline_requests(record)
+    return None if samples is None else (samples, samples.table)
 
 
 def completed_requests(record: Record, metrics: dict[str, Value]) -> Iterable[Finding]:
-    """Validity rule."""
-    return ()
+    """Validity rule: return one check `completed_requests` (reason `requests`) that every request
+    that was to be sent ended regularly; it names how many ended how, and the first error. `metrics`
+    is not used.
+    """
+    pass_name, found = find_headline_pass(record), _find_checked(record)
+    if pass_name is None or (found is None and record.failure is not None):
+        return []
+    if found is None:
+        values: MessageValues = {"pass": pass_name}
+        return [make_failed_check("completed_requests", "requests", "check.no_requests", values)]
+    samples, table = found
+    asked = record.scope.requests if record.scope.sample is None else record.scope.sample
+    outcomes: Counter[str] = Counter(
+        {OUTCOMES[code]: n for code, n in Counter(table.outcome.tolist()).items()}
+    )
+    outcomes["missing"] += max(0, (asked or 0) - len(table))
+    outcomes["empty"] += int(((table.outcome == 0) & ~table.is_ok).sum())
+    bad: dict[str, int] = {
+        name: count for name, count in outcomes.items() if name != "ok" and count
+    }
+    if not bad:
+        values = {"count": len(table)}
+        return [make_check("completed_requests", True, "requests", "check.requests", values)]
+    counts = tuple(
+        Message("requests.outcome", {"count": count, "outcome": Message(f"outcome.{name}")})
+        for name, count in sorted(bad.items())
+    )
+    values = {
+        "bad": sum(bad.values()),
+        "count": max(len(table), asked or 0),
+        "outcomes": counts,
+        "error": _describe_first_error(samples, bad),
+    }
+    return [make_failed_check("completed_requests", "requests", "check.requests", values)]
 
 
-asked_lengths = agreeing_tokens = cold_cache = unbound_client = completed_requests
-steady_window = plausible_requests = right_answers = declared_device = completed_requests
+def _describe_first_error(samples: RequestSamples, bad: dict[str, int]) -> Message:
+    """Return the message with the first error text of the requests, and with what to do if the
+    server refuses to ignore the end of a text.
+    """
+    if not samples.errors:
+        return Message("requests.no_error")
+    first = samples.errors[0]
+    is_on_end = any(word in first.lower() for word in EOS_WORDS)
+    hints = "refused" in bad and samples.lengths == "exact" and is_on_end
+    return Message("requests.refused_end" if hints else "requests.error", {"error": first})
+
+
+def asked_lengths(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
+    """Validity rule: yield a check `asked_lengths` (reason `short_output`) that every answer has as
+    many tokens as were asked for, with natural lengths at most so many; and a check
+    `lengths_of_question` (reason `token_counts`) that these lengths are the question's. `metrics`
+    is not used.
+    """
+    found = _find_checked(record)
+    if found is None:
+        return
+    samples, table = found
+    ok, got, asked = table.is_ok, table.output_tokens, table.asked_tokens
+    is_wrong = ok & ((got > asked) if samples.lengths == "natural" else (got != asked))
+    values: MessageValues = {"count": int(ok.sum())}
+    if is_wrong.any():
+        first = int(np.flatnonzero(is_wrong)[0])
+        values |= {
+            "bad": int(is_wrong.sum()),
+            "first": first,
+            "got": int(got[first]),
+            "asked": int(asked[first]),
+        }
+    code = f"check.lengths_{samples.lengths}"
+    yield make_check("asked_lengths", not is_wrong.any(), "short_output", code, values)
+    data = record.question.data
+    bad = [
+        name
+        for name, column in (
+            ("prompt_tokens", table.prompt_tokens),
+            ("output_tokens", table.asked_tokens),
+        )
+        if not _is_within(column, getattr(data, name))
+    ]
+    if samples.lengths != data.lengths:
+        bad.append("lengths")
+    yield make_check(
+        "lengths_of_question",
+        not bad,
+        "token_counts",
+        "check.question_lengths",
+        {"fields": tuple(bad)},
+    )
+
+
+def _is_within(lengths: Ints, rule: object) -> bool:
+    """Return whether all lengths follow a rule of the question: one number, or two bounds; those of
+    the data are not known here.
+    """
+    if isinstance(rule, int):
+        return bool((lengths == rule).all())
+    if isinstance(rule, tuple):
+        return bool(((lengths >= rule[0]) & (lengths <= rule[1])).all())
+    return True
+
+
+def agreeing_tokens(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
+    """Validity rule: yield a check `agreeing_tokens` (reason `token_counts`) that all ways of
+    counting tokens agree; it fails on the first that does not. `metrics` is not used.
+    """
+    found = _find_checked(record)
+    if found is None or not found[1].is_ok.any():
+        return
+    samples, table = found
+    problem = next(_find_count_differences(record, samples, table), None)
+    values: MessageValues = {"how": Message(f"counted.{samples.counted_by}")}
+    if problem is not None:
+        values["problem"] = problem
+    yield make_check(
+        "agreeing_tokens", problem is None, "token_counts", "check.token_counts", values
+    )
+
+
+def _find_count_differences(
+    record: Record, samples: RequestSamples, table: RequestTable
+) -> Iterator[Message]:
+    """Yield a message for each way of counting tokens that disagrees with another: nothing counted
+    them; the chunks of a request with its total; the server's count of a prompt with what was sent;
+    the kept answers with the counts; and, with trained weights, the generated text.
+    """
+    if samples.counted_by == "chunks":
+        yield Message("counted.nothing")
+    sums = np.diff(np.concatenate(([0], np.cumsum(table.chunk_tokens)))[table.chunk_starts])
+    ok = table.is_ok
+    if (sums != table.output_tokens)[ok].any():
+        first = int(np.flatnonzero(ok & (sums != table.output_tokens))[0])
+        values: MessageValues = {
+            "first": first,
+            "chunks": int(sums[first]),
+            "total": int(table.output_tokens[first]),
+        }
+        yield Message("counted.chunk_sums", values)
+    apart = np.abs(table.usage_prompt_tokens - table.prompt_tokens)
+    allowed = np.maximum(MAX_TOKEN_DIFFERENCE * table.prompt_tokens, SPECIAL_TOKENS)
+    wrong = np.flatnonzero(ok & (table.usage_prompt_tokens >= 0) & (apart > allowed))
+    if len(wrong):
+        first = int(wrong[0])
+        values = {
+            "first": first,
+            "theirs": int(table.usage_prompt_tokens[first]),
+            "ours": int(table.prompt_tokens[first]),
+        }
+        yield Message("counted.prompts", values)
+    yield from _compare_answers(record, table)
+    yield from _compare_text(record, samples, table)
+
+
+def _compare_answers(record: Record, table: RequestTable) -> Iterator[Message]:
+    """Yield a message if an answer that was kept has another number of tokens than was counted."""
+    kept = _find_kept_answers(record)
+    if kept is None:
+        return
+    for number, tokens in zip(kept.numbers, kept.tokens, strict=True):
+        counted = int(table.output_tokens[number]) if number < len(table) else 0
+        if counted != len(tokens):
+            yield Message(
+                "counted.answers", {"first": number, "kept": len(tokens), "total": counted}
+            )
+            return
+
+
+def _compare_text(
+    record: Record, samples: RequestSamples, table: RequestTable
+) -> Iterator[Message]:
+    """Yield a message if the generated texts have another number of tokens, by more than 1 %, than
+    were counted, with trained weights. Random weights make tokens that no text has. With natural
+    lengths each answer may have one token that ends it and is no text.
+    """
+    known = table.is_ok & (table.retokenized_tokens >= 0)
+    if not record.weights.is_trained or record.weights.source == "unknown" or not known.any():
+        return
+    text, counted = (
+        int(column[known].sum()) for column in (table.retokenized_tokens, table.output_tokens)
+    )
+    ends = int(known.sum()) if samples.lengths == "natural" else 0
+    if abs(text - counted) > MAX_TOKEN_DIFFERENCE * counted + ends:
+        yield Message("counted.text", {"text": text, "total": counted})
+
+
+def _find_kept_answers(record: Record) -> GeneratedTokens | None:
+    """Return the answers that the record keeps of its headline pass; None if it keeps none."""
+    name, answers = find_headline_pass(record), record.answers
+    kept = getattr(answers, "passes", {}).get(name) if answers is not None else None
+    return kept if isinstance(kept, GeneratedTokens) else None
+
+
+def cold_cache(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
+    """Validity rule: yield in division closed a check `cold_cache` (reason `warm_cache`) that the
+    server took at most 1 % of the prompts' tokens from a cache, by its own counter, or a note that
+    it has none; and if prompts began with fewer than 64 bits of salt, a failed check `salted`.
+    `metrics` is not used.
+    """
+    found = _find_checked(record)
+    if found is None or record.case.division != "closed":
+        return
+    samples, table = found
+    if len(samples.salt) < MIN_SALT_DIGITS:
+        values: MessageValues = {"digits": len(samples.salt)}
+        yield make_failed_check("salted", "warm_cache", "check.salted", values)
+    cached = record.engine.details.model_dump().get("cached_tokens")
+    total = int(table.prompt_tokens.sum())
+    if isinstance(cached, int) and total:
+        values = {"cached": cached, "share": cached / total, "most": MAX_CACHED_SHARE}
+        ok = cached <= MAX_CACHED_SHARE * total
+        yield make_check("cold_cache", ok, "warm_cache", "check.cold_cache", values)
+    elif samples.client is not None and samples.client.cpu_share is not None:
+        yield make_note(Message("note.cache_unknown"))
+
+
+def unbound_client(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
+    """Validity rule: yield a check `unbound_client` (reason `client_bound`) that the client kept up
+    with the load: it fails on the first of its limits that is exceeded. At size smoke that is a
+    note. `metrics` is not used.
+    """
+    found = _find_checked(record)
+    if found is None or not found[1].is_ok.any():
+        return
+    samples, table = found
+    if samples.client is None:
+        yield make_note(Message("note.no_client_facts"))
+        return
+    limits = list(_list_client_limits(samples, table))
+    over = [message for is_over, message in limits if is_over]
+    if record.case.size == "smoke":
+        yield from (make_note(Message("note.client_slow", {"what": over[0]})) for _ in over[:1])
+        return
+    values: MessageValues = {"what": over[0] if over else limits[0][1]}
+    yield make_check("unbound_client", not over, "client_bound", "check.client", values)
+
+
+def _list_client_limits(
+    samples: RequestSamples, table: RequestTable
+) -> Iterator[tuple[bool, Message]]:
+    """Yield (whether it is exceeded, what was measured) for each limit on the client: sends later
+    than they were due, on the mean, a wait for `max_concurrency` not counted; the loop's lag; the
+    error of its stamps on the mock server; and its CPU time.
+    """
+    ok, client = table.is_ok, samples.client
+    ttft_s = float((table.first_s - table.scheduled_s)[ok].mean())
+    late_s = float((table.sent_s - table.due_s).mean())
+    most_s = max(MAX_SEND_DELAY_S, MAX_SEND_SHARE * ttft_s)
+    yield late_s > most_s, Message("client.late", {"late": 1e3 * late_s, "most": 1e3 * most_s})
+    if client is None:
+        return
+    lag_s, most_lag_s = client.lag_p99_us / US, max(MAX_LAG_S, MAX_LAG_SHARE * ttft_s)
+    yield lag_s > most_lag_s, Message("client.lag", {"lag": 1e3 * lag_s, "most": 1e3 * most_lag_s})
+    if client.mock_error_us is not None:
+        error_s = client.mock_error_us[1] / US
+        values: MessageValues = {"error": 1e3 * error_s, "most": 1e3 * most_lag_s}
+        yield error_s > most_lag_s, Message("client.mock", values)
+    if client.cpu_share is not None:
+        values = {"share": client.cpu_share, "most": MAX_CLIENT_CPU_SHARE}
+        yield client.cpu_share > MAX_CLIENT_CPU_SHARE, Message("client.cpu", values)
+
+
+def steady_window(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
+    """Validity rule: yield a check `steady_window` (reason `unsteady`) that neither the time to the
+    first token nor the time per token drifts through the window, or through all requests if an
+    open loop has no window. Nothing at size smoke, offline, and with fewer requests than a trend
+    needs; a trace is as steady as it is, and gets a note. `metrics` is not used.
+    """
+    found, load = _find_checked(record), record.question.load
+    if found is None or load is None or load.mode == "offline" or record.case.size == "smoke":
+        return
+    if load.arrivals == "trace":
+        yield make_note(Message("note.trace"))
+        return
+    trends = _find_trends(record, found[1], load)
+    if not trends:
+        return
+    name, trend = max(trends, key=lambda item: (item[1].is_drift, abs(item[1].t)))
+    values: MessageValues = {"name": name, "first": trend.first, "last": trend.last}
+    yield make_check("steady_window", not trend.is_drift, "unsteady", "check.steady", values)
+
+
+def _find_trends(record: Record, table: RequestTable, load: Load) -> list[tuple[str, Trend]]:
+    """Return the trends of both latencies by name, through the window or, in an open loop without
+    one that is long enough, through all requests; those that are too few are left out.
+    """
+    found = find_record_window(record)
+    windows = [] if found is None else [found[1]]
+    if load.mode == "rate":
+        windows.append(_make_whole_window(table))
+    for window in windows:
+        trends = [
+            (name, trend)
+            for name in ("ttft", "tpot")
+            if (trend := find_trend(request_formulas.select_latencies(table, window, name)))
+            is not None
+        ]
+        if trends:
+            return trends
+    return []
+
+
+def _make_whole_window(table: RequestTable) -> RequestWindow:
+    """Return a window of all requests of a table."""
+    begin_s, end_s = float(table.scheduled_s[0]), float(table.end_s.max())
+    return RequestWindow(begin_s, end_s, np.arange(len(table)), "rate", 0.0, 0.0, None, 1)
+
+
+def plausible_requests(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
+    """Validity rule: yield a check `possible_requests` (reason `implausible`) that the times of the
+    requests can be true together, and are those of the question's load; it fails on the first thing
+    that cannot. `metrics` is not used.
+    """
+    found, load = _find_checked(record), record.question.load
+    if found is None or load is None or not len(found[1]):
+        return
+    problem = next(_find_impossible(record, found[0], found[1], load), None)
+    values: MessageValues = {} if problem is None else {"problem": problem}
+    yield make_check(
+        "possible_requests", problem is None, "implausible", "check.possible_requests", values
+    )
+
+
+def _find_impossible(
+    record: Record, samples: RequestSamples, table: RequestTable, load: Load
+) -> Iterator[Message]:
+    """Yield a message for each thing that cannot be true of request samples: an end after that of
+    the pass, more requests in flight than the load has, or arrivals that are not the load's.
+    """
+    windows = select_windows(record, samples.pass_name)
+    wall_s = max((window.wall_s for window in windows), default=0.0)
+    last_s = float(table.end_s.max())
+    if last_s > wall_s + END_SLACK_S:
+        yield Message("possible.end", {"last": last_s, "wall": wall_s})
+    slots = load.concurrency or load.max_concurrency
+    if slots is not None:
+        most = count_in_flight(table)
+        if most > slots:
+            yield Message("possible.in_flight", {"most": most, "slots": slots})
+    if load.mode == "offline" and float(table.scheduled_s.max()) > 0:
+        yield Message("possible.offline", {"last": float(table.scheduled_s.max())})
+    if load.rate is not None and len(table) > 1:
+        span_s, gaps = float(table.scheduled_s[-1] - table.scheduled_s[0]), len(table) - 1
+        expected_s = gaps / load.rate
+        deviations = 0.0 if load.arrivals == "constant" else ARRIVAL_DEVIATIONS * sqrt(gaps)
+        if abs(span_s - expected_s) > deviations / load.rate + END_SLACK_S:
+            values: MessageValues = {"rate": gaps / max(span_s, 1e-9), "asked": load.rate}
+            yield Message("possible.arrivals", values)
+
+
+def count_in_flight(table: RequestTable) -> int:
+    """Return the largest number of requests that were in flight at the same time."""
+    sent, ended = (np.rint(column * US).astype(np.int64) for column in (table.sent_s, table.end_s))
+    times = np.concatenate((ended, sent))
+    changes = np.concatenate((np.full(len(ended), -1), np.ones(len(sent), np.int64)))
+    order = np.lexsort((changes, times))  # at the same time an end frees the slot first
+    # a request that ends as it is sent would be ended first
+    return max(0, int(np.cumsum(changes[order]).max()))
+
+
+def right_answers(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
+    """Validity rule: yield a check `right_answers` (reason `wrong_answers`) that no generated token
+    is farther from the likeliest one than the precision explains (`ANSWER_TOLERANCE_NATS`), in all
+    answers that were kept; a note if nothing was checked, with the reason. `metrics` is not used.
+    """
+    pass_name, answers = find_headline_pass(record), record.answers
+    if pass_name is None or _find_checked(record) is None or record.failure is not None:
+        return
+    check_pass = next(
+        (name for name, of in record.task.kind_row.check_passes.items() if of == pass_name), ""
+    )
+    checked = getattr(answers, "passes", {}).get(check_pass) if answers is not None else None
+    if not isinstance(checked, TokenDistances) or not sum(checked.compared):
+        unknown = record.weights.source == "unknown"
+        yield make_note(Message("note.weights_unknown" if unknown else "note.not_checked"))
+        return
+    yield _check_distances(record, checked)
+    kept, requests = _find_kept_answers(record), find_headline_requests(record)
+    least = ceil(MIN_CHECKED_SHARE * int(requests.table.is_ok.sum())) if requests else 0
+    if len(checked.numbers) < least:
+        values: MessageValues = {"checked": len(checked.numbers), "least": least}
+        yield make_note(Message("note.few_checked", values))
+    tokens = {} if kept is None else dict(zip(kept.numbers, map(len, kept.tokens), strict=True))
+    compared = dict(zip(checked.numbers, checked.compared, strict=True))
+    if kept is not None and compared != tokens:
+        values = {"compared": sum(compared.values()), "kept": sum(tokens.values())}
+        yield make_failed_check(
+            "all_answers_checked", "wrong_answers", "check.answers_left", values
+        )
+
+
+def _check_distances(record: Record, checked: TokenDistances) -> Finding:
+    """Return the check that the largest distance of a generated token is within the tolerance of
+    the record's precision.
+    """
+    matmul = record.question.precision.matmul
+    limit = ANSWER_TOLERANCE_NATS[matmul]
+    values: MessageValues = {
+        "requests": len(checked.numbers),
+        "exact": sum(checked.exact) / sum(checked.compared),
+        "precision": matmul,
+        "limit": limit,
+    }
+    known = [value for value in checked.largest if value is not None]
+    if len(known) < len(checked.largest):
+        return make_failed_check(
+            "right_answers", "wrong_answers", "check.answers_not_finite", values
+        )
+    largest = max(known)
+    return make_check(
+        "right_answers",
+        largest <= limit,
+        "wrong_answers",
+        "check.answers",
+        {**values, "largest": largest},
+    )
+
+
+def declared_device(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
+    """Validity rule: yield a note if the server's hardware is only declared, and no check.
+    `metrics` is not used.
+    """
+    if is_hardware_declared(record):
+        device = get_declared_device(record)
+        yield make_note(
+            Message("note.declared", {"device": device}) if device else Message("note.undeclared")
+        )

@@ -26,6 +26,7 @@ from steelyard.metrics import (
     training_formulas,
     weights_check,
 )
+from steelyard.metrics.declared_hardware import is_hardware_declared
 from steelyard.metrics.result import (
     CheckResult,
     Finding,
@@ -399,15 +400,18 @@ def _check_accounted_time(record: Record, metrics: dict[str, Value]) -> Iterator
     `accounted_PASS` (reason `unaccounted`) that its steps cover at least 95 % of its wall time, or
     leave less than 10 ms.
 
-    Passes without instrumentation (`Kind.bare`) are skipped. If an external program reported the
-    step times, the host's times of the steps count instead. `metrics` is not used.
+    Passes without instrumentation (`Kind.bare`) are skipped, and passes of requests whose engine
+    reports no steps: there the requests' own times are what counts. If an external program reported
+    the step times, the host's times of the steps count instead. `metrics` is not used.
     """
+    kind = record.task.kind_row
     for window in _select_judged_windows(record):
-        if window.pass_name in record.task.kind_row.bare:
-            continue
         steps = [
             s for s in passes.select_samples(record, window.pass_name) if s.rank == window.rank
         ]
+        has_requests = window.pass_name in kind.request_passes
+        if window.pass_name in kind.bare or (has_requests and not steps):
+            continue
         # `check_reported_times` compares what a program reports of its steps with these times.
         use_host_times = record.clock == "reported"
         covered = fsum(
@@ -445,8 +449,10 @@ def _check_interval(record: Record, metrics: dict[str, Value]) -> list[Finding]:
     """
     limit, value = record.case.max_interval, metrics.get(standing.RATE_METRIC)
     judges_few_steps = (record.formulas or 1) >= standing.FIRST_VERSION_WITH_UNPROVEN
-    if record.case.size == "smoke" or value is None or value.value is None:
+    if record.case.size == "smoke" or value is None:
         return []
+    if value.value is None:
+        return _explain_missing_window(record)
     if value.interval is None and (judges_few_steps or limit is not None):
         return _explain_missing_interval(record, judges_few_steps)
     if value.interval is None or limit is None:
@@ -463,6 +469,8 @@ def _explain_missing_interval(record: Record, judges_few_steps: bool) -> list[Fi
     of a run that failed.
     """
     rate_span = passes.find_rate_span(record)
+    if rate_span is not None and rate_span.slices is not None:
+        return _explain_few_slices(record, rate_span.slices.count)
     step_counts = {} if rate_span is None else rate_span.steps
     working = [
         step for steps in step_counts.values() for step in steps if step.counts.get("tokens")
@@ -485,16 +493,41 @@ def _explain_missing_interval(record: Record, judges_few_steps: bool) -> list[Fi
     ]
 
 
+def _explain_missing_window(record: Record) -> list[Finding]:
+    """Return a failed check `interval` with reason `few_steps` if a pass of requests ended without
+    a window, because it has too few requests for one; else nothing. Nothing on a run that failed,
+    or whose requests did.
+    """
+    pass_name = passes.find_headline_pass(record)
+    if pass_name not in record.task.kind_row.request_passes or record.failure is not None:
+        return []
+    return [make_failed_check("interval", standing.UNPROVEN_CODE, "check.no_window", {})]
+
+
+def _explain_few_slices(record: Record, count: int) -> list[Finding]:
+    """Return the finding on a rate of requests without an interval: that its window has too few
+    turns of the load, as a failed check `interval` with reason `few_steps`; or, with enough of
+    them, one with reason `interval`. Nothing on a run that failed.
+    """
+    if count >= stats.MIN_STEPS:
+        return [make_failed_check("interval", "interval", "check.interval_open", {})]
+    if record.failure is not None:
+        return []
+    values: MessageValues = {"count": count, "least": stats.MIN_STEPS}
+    return [make_failed_check("interval", standing.UNPROVEN_CODE, "check.few_turns", values)]
+
+
 def _check_devices(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Validity rule: check the telemetry of each device during the judged passes for clock
-    slowdowns and other processes. Nothing for size smoke; `metrics` is not used.
+    slowdowns and other processes. Nothing for size smoke, and for hardware that is only declared;
+    `metrics` is not used.
 
     A slowdown reason of severity "invalidates" yields a failed check `clocks_REASON` (reason
     `slowdown`) with the largest share of readings in any pass, one of severity "note", as unknown
     reasons are, only a note. If the device counts its processes, a check `alone` (reason `shared`)
     says whether it had more than one.
     """
-    if record.case.size == "smoke":
+    if record.case.size == "smoke" or is_hardware_declared(record):
         return
     default_severity = accelerators.collect_settings(
         lambda row: row.severity
