@@ -12,9 +12,11 @@ from typing import Literal
 from steelyard import plugins
 from steelyard.case.case import Case
 from steelyard.case.question import Question
+from steelyard.case.request import EngineSettings
 from steelyard.engine.ceiling_rows import FrameworkCeilings
 from steelyard.engine.framework import Framework
 from steelyard.engine.job import Engine, Job
+from steelyard.engine.server_rows import ServerRow
 from steelyard.errors import (
     MORE_MEMORY_HINT,
     RequestError,
@@ -71,7 +73,7 @@ class EngineRow:
     `even`, `memory_factor`: for `auto` sizes; `server`: what it starts, `endpoint`: it is given the
     address of one; `untried`: what nobody has run; `needs`: modules to be installed by the `extra`.
     `refusal(case)` says why it cannot run a case (None: it can), `can_divide(plan)`,
-    `find_missing_module()`.
+    `find_missing_module()`; `explain_missing_setting(case, settings)`.
     """
 
     name: str
@@ -155,6 +157,29 @@ class EngineRow:
         than 1.
         """
         return all(getattr(plan, name) == 1 or name in self.degrees for name in DEGREES)
+
+    def explain_missing_setting(self, case: Case, settings: EngineSettings) -> str | None:
+        """Return why this engine cannot run a case with these settings, as a line for the user;
+        None if it can: it needs the address of a server, or starts one that cannot answer the
+        question, or is not installed in this Python if no other is named.
+        """
+        if self.endpoint and settings.endpoint is None:
+            return (
+                f"engine {self.name} sends requests to a server; name it: --set"
+                " engine.endpoint=http://127.0.0.1:8000/v1"
+            )
+        if not self.server:
+            return None
+        server: ServerRow = plugins.load_reference(self.server)
+        refusal = server.refusal(case)
+        needs = server.needs if settings.python is None else ()
+        missing = next((module for module in needs if not plugins.is_installed(module)), None)
+        if refusal is None and missing is not None:
+            return (
+                f"engine {self.name} starts a server that needs {missing}, which is not installed"
+                " here; name a Python that has it: --set engine.python=venv/bin/python"
+            )
+        return refusal
 
     def find_missing_module(self) -> str | None:
         """Return the name of the first module in this engine's `needs` that is not installed, or
@@ -300,6 +325,7 @@ VLLM = EngineRow(
     checkpoints=False,
     several_hosts=False,
     server="steelyard.engines.http.servers:VLLM",
+    untried="its command line and /metrics are those of its documentation; nobody has run it",
     needs=("aiohttp",),
     extra="http",
 )

@@ -42,7 +42,8 @@ class Job:
     called while weights load (None: not). Training: `checkpoint_schedule` (None: write none),
     `resume`, the checkpoint folder to go on from (None: from the start). `folder`: private to the
     run and deleted with it. `checkout`: folder of the program that the engine starts. `settings`:
-    those of `--set engine.KEY=VALUE`. `train` returns the training settings.
+    those of `--set engine.KEY=VALUE`. `engine` and `accelerator` are the names of their rows.
+    `train` returns the training settings.
     """
 
     case: Case
@@ -63,6 +64,8 @@ class Job:
     folder: Path | None = None  # private to the run, and deleted with it
     checkout: Path | None = None  # folder of the program that the engine starts, if any
     settings: EngineSettings = field(default_factory=EngineSettings)  # of --set engine.KEY=VALUE
+    engine: str = ""  # name of the engine's row
+    accelerator: str = ""  # name of the accelerator's row
 
     @property
     def train(self) -> Train:

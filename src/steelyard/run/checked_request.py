@@ -115,6 +115,7 @@ def check_request(request: Request) -> CheckedRequest:
     launcher = launch.get_launcher(request.launcher or run_site.launcher or "local")
     _check_engine(case, engine, launcher.remote or request.engine_settings.python is not None)
     _check_checkout(request, engine, launcher)
+    _check_server(request, engine)
     plan = degrees.make_plan(case, request.nodes, request.devices, request.sample, launcher.name)
     if not launcher.scheduler:
         launch.choose_hosts(launcher, run_site, plan.nodes)
@@ -131,7 +132,7 @@ def check_request(request: Request) -> CheckedRequest:
     )
     if not launcher.remote:
         accelerator = accelerator or accelerators.detect_accelerator()
-        _check_devices(case, plan, accelerator)
+        _check_devices(case, plan, accelerator, is_elsewhere=engine.endpoint)
     return CheckedRequest(
         request=request,
         engine=engine,
@@ -211,6 +212,20 @@ def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> 
             f"engine.checkout {str(checkout)!r} has no {CHECKOUT_PROGRAM}; name a checkout of"
             f" {engine.checkout}"
         )
+
+
+def _check_server(request: Request, engine: EngineRow) -> None:
+    """Check the settings of engines that send requests to a server: raise EngineError if one is
+    missing, RequestError for an endpoint that the engine does not use.
+    """
+    if request.engine_settings.endpoint is not None and not engine.endpoint:
+        raise RequestError(
+            f"engine.endpoint: engine {engine.name} sends nothing to a server of yours; leave it"
+            " out, or use --engine http"
+        )
+    missing = engine.explain_missing_setting(request.resolved.case, request.engine_settings)
+    if missing is not None:
+        raise EngineError(missing)
 
 
 def _check_engine_options(
@@ -507,10 +522,12 @@ def _make_scope(request: Request) -> Scope:
     )
 
 
-def _check_devices(case: Case, plan: Plan, accelerator: Accelerator) -> None:
+def _check_devices(
+    case: Case, plan: Plan, accelerator: Accelerator, is_elsewhere: bool = False
+) -> None:
     """Raise RequestError if this host has no device of the accelerator, the plan needs more ranks
     than its devices can serve, or the case certainly does not fit the first device's memory,
-    divided among the ranks that share it.
+    divided among the ranks that share it; `is_elsewhere`: the model is at a server of the user's.
     """
     devices = accelerator.find()
     if not devices:
@@ -525,5 +542,5 @@ def _check_devices(case: Case, plan: Plan, accelerator: Accelerator) -> None:
             available = f"ranks share the {accelerator.name} of this host"
         raise RequestError(f"--devices {plan.devices}: {available}; allowed: 1 to {max_ranks}")
     ranks_per_device = -(-plan.devices // len(devices))  # ranks that share a device's memory
-    size = devices[0].memory_bytes
+    size = None if is_elsewhere else devices[0].memory_bytes
     memory.check_memory(case, plan, size // ranks_per_device if size is not None else None)

@@ -314,6 +314,8 @@ class Worker(RankProcess):
             folder=self.host.folder,
             checkout=self.spec.checkout,
             settings=self.spec.settings,
+            engine=self.spec.engine,
+            accelerator=self.spec.accelerator,
         )
 
     def _describe_batch(self) -> BatchMatmuls:
@@ -428,6 +430,8 @@ class Worker(RankProcess):
                 self._make_framework,
             )
         job = self._make_job(self._answers, checker.framework, checker.group, None)
+        # random weights as a server was given them
+        job = replace(job, weights=getattr(engine, "written_weights", None) or job.weights)
         reference = checker.make_engine(make_check_job(job, self.kind.check_work))
         self.write_progress(f"prepare {pass_name}", 0, 0)
         reference.prepare(pass_name, self._time_and_report)
