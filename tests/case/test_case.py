@@ -258,7 +258,8 @@ NOT_AN_INTEGER = "must be a whole number"
             'precision = "fp4"',
             (
                 "line 8: precision 'fp4' is not known; allowed for score: fp32, tf32, fp16, bf16,"
-                " fp8; train: fp32, tf32, fp16, bf16, bf16-pure, fp8, fp8-pure, fp16-o2, bf16-o2"
+                " fp8; train: fp32, tf32, fp16, bf16, bf16-pure, fp8, fp8-pure, fp16-o2, bf16-o2;"
+                " generate: fp32, fp16, bf16, fp8"
             ),
         ),
         (

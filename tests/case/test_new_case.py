@@ -44,7 +44,7 @@ LLAMA = {
     "tied": True,
     "qk_norm": False,
 }
-TASKS = ("alpaca", "lambada", "mmlu", "openwebtext")
+TASKS = ("alpaca", "generate", "lambada", "mmlu", "openwebtext")
 
 
 def make_model_folder(parent: Path, **changes: Any) -> Path:
@@ -77,10 +77,11 @@ def test_a_folder_becomes_a_case_of_every_task(task: str, tmp_path: Path) -> Non
     assert full.question.data == shipped.question.data.model_copy(update={"fingerprint": None})
     assert full.question.train == shipped.question.train
     assert full.reference == []
-    assert (full.gate is None) == (shipped.question.kind == "score")
+    assert (full.gate is None) == (shipped.question.train is None)
     assert smoke.question.model.hidden == 64
     assert smoke.question.model.rope_base == 100000.0
-    assert smoke.question.data.made is not None
+    assert getattr(smoke.question.data, "made", shipped.question.load) is not None
+    assert full.question.load == shipped.question.load
     assert full.question.precision.name == "bf16"
 
 
@@ -165,6 +166,41 @@ def test_assumptions_are_listed(tmp_path: Path) -> None:
     assert resolve.resolve_case(trained.source).case.question.train.length == 512
     assert trained.starts_random
     assert not make_new_case(tmp_path, "alpaca").starts_random
+
+
+def test_a_folder_without_a_tokenizer_becomes_a_case_of_generated_ids(tmp_path: Path) -> None:
+    made = model_case.make_complete_case(make_model_folder(tmp_path), "generate")
+    assert made.assumed == (
+        "data: source ids, which needs no data; with --data as in llama2-7b-generate",
+        "precision bf16, as the weights are stored",
+        golden("no-gate-no-accuracy-of-this"),
+        "data, load and tune: as in the shipped case llama2-7b-generate",
+    )
+    case = resolve.resolve_case(made.source).case
+    assert (case.question.data.source, case.question.data.prompt_tokens) == ("ids", 1024)
+    assert case.about == "As llama2-7b-generate, with prompts that need no data."
+    assert case.slo is None
+    assert "--data" not in made.source.text.split("[question]")[1].split("[tune]")[0]
+
+
+@pytest.mark.parametrize(
+    ("positions", "lengths"),
+    [(1280, (1024, 256)), (1279, (1024, 255)), (1000, (800, 200)), (64, (52, 12))],
+)
+def test_prompt_and_output_are_cut_to_the_positions(
+    positions: int, lengths: tuple[int, int], tmp_path: Path
+) -> None:
+    made = make_new_case(tmp_path, "generate", max_position_embeddings=positions)
+    data = resolve.resolve_case(made.source).case.question.data
+    assert (data.prompt_tokens, data.output_tokens) == lengths
+    cut = [line for line in made.assumed if line.startswith("data.")]
+    assert cut == [
+        f"data.{name} {length} instead of {before}: the model has no more positions"
+        for name, length, before in zip(
+            ("prompt_tokens", "output_tokens"), lengths, (1024, 256), strict=True
+        )
+        if length != before
+    ]
 
 
 @pytest.mark.process

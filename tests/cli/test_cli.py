@@ -140,8 +140,8 @@ def test_run_json_holds_records_and_repeats(shell: Shell) -> None:
         (
             (*SMOKE, "--engine", "tensorflow"),
             (
-                "no engine 'tensorflow'; known: flagscale, megatron, paddle, reference, torch,"
-                " transformers"
+                "no engine 'tensorflow'; known: flagscale, http, megatron, paddle, reference,"
+                " torch, transformers, transformers-serve, vllm"
             ),
         ),
         (

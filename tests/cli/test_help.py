@@ -134,13 +134,13 @@ def test_help_of_a_command_with_few_options_has_no_groups(shell: Shell) -> None:
 
 COMPLETIONS = [
     ("steelyard ru", ["run"]),
-    ("steelyard run llama2", ["llama2-7b-mmlu"]),
+    ("steelyard run llama2", ["llama2-7b-generate", "llama2-7b-mmlu"]),
     ("steelyard run sm", ["smoke"]),
     ("steelyard show sm", ["smoke"]),
     ("steelyard run smoke --size ", ["full", "smoke"]),
     ("steelyard run smoke --division ", ["closed", "open"]),
     ("steelyard run smoke --precision bf", ["bf16", "bf16-pure", "bf16-o2"]),
-    ("steelyard run smoke --engine t", ["torch", "transformers"]),
+    ("steelyard run smoke --engine t", ["torch", "transformers", "transformers-serve"]),
     ("steelyard run smoke --engine a", ["all"]),
     ("steelyard conform --case glm", ["glm-large-record"]),
     ("steelyard run smoke --accelerator c", ["cuda", "cpu"]),

@@ -64,14 +64,14 @@ def test_case_new_writes_a_file_that_can_be_read(shell: Shell, qwen2: Path, tmp_
             ("--task", "mmlu", "llama2-7b-mmlu"),
             "--task mmlu: only with --model DIR; a case has its task",
         ),
-        (("--model", "x"), "--model needs --task: alpaca, lambada, mmlu, openwebtext"),
+        (("--model", "x"), "--model needs --task: alpaca, generate, lambada, mmlu, openwebtext"),
         (
             ("--model", "x", "--task", "mmlu", "smoke"),
             "--model and 'smoke': the case of a model is made from its folder",
         ),
         (
             ("--model", "x", "--task", "gsm8k"),
-            "--task 'gsm8k': allowed: alpaca, lambada, mmlu, openwebtext",
+            "--task 'gsm8k': allowed: alpaca, generate, lambada, mmlu, openwebtext",
         ),
         (
             ("--model", "absent", "--task", "mmlu"),

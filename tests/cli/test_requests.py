@@ -13,6 +13,8 @@ from steelyard.case import resolve
 from steelyard.case.request import Request
 from steelyard.cli import app, execute_runs
 from steelyard.cli.printing import OutputOptions
+from steelyard.engine import engine_rows
+from steelyard.engine.default_engine import choose_default_engine
 from steelyard.errors import RequestError
 from steelyard.run.checked_request import check_request
 
@@ -96,6 +98,21 @@ def test_devices_default_to_one(asked: CollectRequests, monkeypatch: pytest.Monk
     assert {request.devices for request in asked("smoke", "--devices", "4")} == {4}
 
 
+def list_default_divisions(name: str) -> list[str]:
+    """Return the divisions of a shipped case that the engine has which runs it by default."""
+    case = resolve.resolve_case(name, "smoke").case
+    engine = engine_rows.find_engine(choose_default_engine(case))
+    return [division for division in case.divisions if division in engine.divisions]
+
+
+def list_default_numbers(name: str, run: list[int]) -> list[int]:
+    """Return the device counts of `run` over which the default engine of a shipped case divides its
+    work; one device if it divides none.
+    """
+    kind = resolve.resolve_case(name, "smoke").case.question.kind_row
+    return run if kind.replicas else [1]
+
+
 @pytest.mark.parametrize(
     "numbers,here,divisible,run",
     [
@@ -122,8 +139,8 @@ def test_smoke_runs_on_the_device_counts_of_its_case(
     expected = [
         (name, division, number)
         for name in resolve.list_shipped_cases()
-        for division in resolve.resolve_case(name, "smoke").case.divisions
-        for number in run
+        for division in list_default_divisions(name)
+        for number in list_default_numbers(name, run)
     ]
     requests = asked("smoke", "--accelerator", "abacus")
     assert [
@@ -132,7 +149,10 @@ def test_smoke_runs_on_the_device_counts_of_its_case(
     ] == expected
     repeated = asked("smoke", "--accelerator", "abacus", "--division", "closed", "--repeat", "2")
     assert [request.devices for request in repeated] == [
-        number for _ in resolve.list_shipped_cases() for number in run for _ in range(2)
+        number
+        for name in resolve.list_shipped_cases()
+        for number in list_default_numbers(name, run)
+        for _ in range(2)
     ]
 
 

@@ -466,6 +466,7 @@ def test_every_shipped_task_has_a_source():
         "openwebtext": "openwebtext",
         "alpaca": "alpaca",
         "superglue_record": "record",
+        "generate": "openwebtext",
     }
 
 

@@ -11,7 +11,12 @@ import pytest
 from fixtures.commands import Shell
 from fixtures.golden import golden
 from steelyard import plugins, tasks
-from steelyard.case.precision import SCORING_PRESETS, TRAINING_PRESETS, load_presets
+from steelyard.case.precision import (
+    GENERATION_PRESETS,
+    SCORING_PRESETS,
+    TRAINING_PRESETS,
+    load_presets,
+)
 from steelyard.case.question import Question
 from steelyard.errors import RequestError
 from steelyard.report.columns import TableLayout
@@ -29,6 +34,7 @@ def test_a_kind_refers_to_existing_objects_and_passes(kind: kinds.Kind) -> None:
     passes.
     """
     references = [*kind.works.values(), *kind.rules, kind.gate_needs, kind.loop, kind.precisions]
+    references += [kind.span] if kind.span else []
     assert all(plugins.load_reference(reference) is not None for reference in references)
     assert isinstance(plugins.load_reference(kind.columns), TableLayout)
     pass_groups = (
@@ -39,6 +45,9 @@ def test_a_kind_refers_to_existing_objects_and_passes(kind: kinds.Kind) -> None:
         kind.initial,
         kind.bare,
         kind.bare.values(),
+        kind.request_passes,
+        kind.check_passes,
+        kind.check_passes.values(),
     )
     assert {name for group in pass_groups for name in group} <= set(kind.passes)
 
@@ -47,19 +56,26 @@ def test_passes_and_forwards_of_shipped_kinds() -> None:
     assert {name: (row.passes, row.headline) for name, row in kinds.load_kinds().items()} == {
         "score": (("val", "infer", "bare"), ("infer", "val")),
         "train": (("before", "train", "after"), ("train",)),
+        "generate": (("generate", "check"), ("generate",)),
     }
-    assert (kinds.SCORE.forwards, kinds.TRAIN.forwards) == (1, 3)
+    assert [row.forwards for row in kinds.SHIPPED_KINDS] == [1, 3, 1]
     assert [kinds.TRAIN.forwards_in_pass(name) for name in kinds.TRAIN.passes] == [1, 3, 1]
-    assert load_presets() == {"score": SCORING_PRESETS, "train": TRAINING_PRESETS}
+    assert load_presets() == {
+        "score": SCORING_PRESETS,
+        "train": TRAINING_PRESETS,
+        "generate": GENERATION_PRESETS,
+    }
     assert {task.work for task in tasks.load_tasks().values()} == {
         work for row in kinds.SHIPPED_KINDS for work in row.works
     }
 
 
 def test_an_unknown_kind_is_named_with_the_known_ones() -> None:
-    with pytest.raises(RequestError, match=r"^no kind of work 'recite'; known: score, train$"):
+    with pytest.raises(
+        RequestError, match=r"^no kind of work 'recite'; known: score, train, generate$"
+    ):
         kinds.find_kind("recite")
-    with pytest.raises(ValueError, match="no kind of work 'recite'; known: score, train"):
+    with pytest.raises(ValueError, match="no kind of work 'recite'; known: score, train, generate"):
         Question.model_validate({"kind": "recite", "task": "mmlu"})
 
 

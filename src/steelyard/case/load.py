@@ -57,7 +57,11 @@ class Load(FrozenModel):
         """Return the fields of a load with `arrivals` "poisson" if an open loop does not say them;
         anything else unchanged.
         """
-        if isinstance(value, dict) and value.get("mode") == "rate" and value.get("arrivals") is None:
+        if (
+            isinstance(value, dict)
+            and value.get("mode") == "rate"
+            and value.get("arrivals") is None
+        ):
             return {**value, "arrivals": DEFAULT_ARRIVALS}
         return value
 

@@ -18,6 +18,7 @@ from typing import Any
 from steelyard import tasks
 from steelyard.case import resolve, toml_writer
 from steelyard.case.resolve import CaseSource
+from steelyard.data import corpus
 from steelyard.data import tokenizer as tokenizers
 from steelyard.errors import RequestError, suggest_name
 from steelyard.tasks.task import Sources, Task
@@ -105,11 +106,23 @@ def is_tokenizer_missing(
     """Return whether the task needs a tokenizer that is nowhere: none is named, and none lies in
     the folder of the weights or beside the data.
 
-    False if the task trains from random weights, or if the data is not given or does not exist.
+    False if the task trains from random weights, if the data are not given or do not exist, or if
+    they are token files.
     """
     if is_trained_from_random(row) or tokenizer is not None or data is None or not data.exists():
         return False
+    if row.reads_tokens and _has_token_files(data):
+        return False
     return not tokenizers.has_tokenizer(Sources(data, None, weights).tokenizer_paths())
+
+
+def _has_token_files(data: Path) -> bool:
+    """Return whether a path holds, or is the prefix of, a pair of token files."""
+    try:
+        corpus.check_token_files(data)
+    except RequestError:
+        return False
+    return True
 
 
 def make_slug(text: str) -> str:
@@ -126,14 +139,16 @@ def make_case_name(folder_name: str, task: str) -> str:
     return f"{make_slug(folder_name)[: MAX_NAME_LENGTH - len(task) - 1]}-{make_slug(task)}"
 
 
-def make_case(name: str, task: str, model: ModelDescription) -> NewCase:
+def make_case(name: str, task: str, model: ModelDescription, has_data: bool = True) -> NewCase:
     """Make the case of a task with a model, from the shipped case of the same task. No file is
-    written; the text is in the result's `source`.
+    written; the text is in the result's `source`. Without data (`has_data`) a task that can make
+    them itself does (`Task.self_made`).
 
     Model, name and title are new; the template's gate (unless training with `below`), published
-    rows, parallel plan and data fingerprint are left out. Context and row lengths are cut to the
-    model's positions, and the precision of a scoring case is that of the weights if it is known.
-    The result lists all assumptions. Raise RequestError if no case can be made for the task.
+    rows, limits of goodput, parallel plan and data fingerprint are left out. Context, prompts and
+    rows are cut to the model's positions, and the precision of a case that does not train is that
+    of the weights if it is known. The result lists all assumptions. Raise RequestError if no case
+    can be made for the task.
     """
     row = find_task_row(task)
     template = find_templates()[row.name]
@@ -144,7 +159,11 @@ def make_case(name: str, task: str, model: ModelDescription) -> NewCase:
         "model": model.fields,
         "data": _drop_fingerprint(shipped["question"]["data"]),
     }
-    _cut_lengths(question, model.fields["positions"], assumed)
+    if not has_data and row.self_made:
+        question["data"] = {**question["data"], **row.self_made}
+        made = ", ".join(f"{key} {value}" for key, value in row.self_made.items())
+        assumed.append(f"data: {made}, which needs no data; with --data as in {template}")
+    _cut_lengths(question, row, model.fields["positions"], assumed)
     if not row.kind_row.trains and model.precision is not None:
         question["precision"] = model.precision
         assumed.append(f"precision {model.precision}, as the weights are stored")
@@ -171,8 +190,9 @@ def make_case(name: str, task: str, model: ModelDescription) -> NewCase:
     else:
         assumed.append("no gate: no accuracy of this model is known, so quality is not checked")
     table["smoke"] = _make_smoke_table(shipped, model, table, assumed)
-    assumed.append(f"data, training and tune: as in the shipped case {template}")
-    comments = _make_comments(row, template, model)
+    copied = "load" if row.kind_row.has_load else "training"
+    assumed.append(f"data, {copied} and tune: as in the shipped case {template}")
+    comments = _make_comments(row, template, model, question)
     text = _format_header(model, row, assumed) + toml_writer.format_toml(
         _drop_empty(table), comments
     )
@@ -188,34 +208,42 @@ def _drop_fingerprint(shipped: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in shipped.items() if key != "fingerprint"}
 
 
-def _cut_lengths(question: dict[str, Any], positions: int, assumed: list[str]) -> None:
-    """Cut context and row lengths in `question` to `positions`, in place, and append a sentence to
-    `assumed` for each that was cut.
+def _cut_lengths(question: dict[str, Any], row: Task, positions: int, assumed: list[str]) -> None:
+    """Cut the lengths in `question` (context, rows, prompts and outputs) so that they fit into
+    `positions`, in place, and append a sentence to `assumed` for each that was cut.
     """
-    for part, name in LENGTH_FIELDS:
-        length = question.get(part, {}).get(name)
-        if length is not None and length > positions:
-            question[part] = {**question[part], name: positions}
+    cuts = {
+        (part, name): positions
+        for part, name in LENGTH_FIELDS
+        if question.get(part, {}).get(name, 0) > positions
+    }
+    shorter = row.shorten(row.data.model_validate(question["data"]), positions)
+    cuts |= {("data", name): length for name, length in shorter.items()}
+    for (part, name), length in cuts.items():
+        before = question[part][name]
+        question[part] = {**question[part], name: length}
+        if length != before:
             assumed.append(
-                f"{part}.{name} {positions} instead of {length}: the model has no more positions"
+                f"{part}.{name} {length} instead of {before}: the model has no more positions"
             )
 
 
 def _choose_description(
     shipped: Mapping[str, Any], question: Mapping[str, Any], template: str
 ) -> str:
-    """Return the text `about` for a new case: the template's, or another one if a length in
-    `question` (context, row length) is not the template's. `shipped` is the template's table.
+    """Return the text `about` for a new case: the template's, or another one if the data or a
+    length in `question` are not the template's. `shipped` is the template's table.
     """
+    data, other = question["data"], _drop_fingerprint(shipped["question"]["data"])
     is_same_length = all(
         question.get(part, {}).get(name) == shipped["question"].get(part, {}).get(name)
         for part, name in LENGTH_FIELDS
     )
-    return (
-        str(shipped["about"])
-        if is_same_length
-        else f"As {template}, with texts as long as the model has positions."
-    )
+    if is_same_length and data == other:
+        return str(shipped["about"])
+    if data.get("source") != other.get("source"):
+        return f"As {template}, with prompts that need no data."
+    return f"As {template}, with texts as long as the model has positions."
 
 
 def _make_smoke_table(
@@ -252,10 +280,13 @@ def _make_smoke_table(
     return smoke
 
 
-def _make_comments(row: Task, template: str, model: ModelDescription) -> dict[str, str]:
+def _make_comments(
+    row: Task, template: str, model: ModelDescription, question: Mapping[str, Any]
+) -> dict[str, str]:
     """Return the comments of the new case file, by dotted key: fixed texts, descriptions of the
     task's data fields, and those of the model. Keys that the case does not have may be among them.
     """
+    needs_data = row.needs_data(row.data.model_validate(question["data"]))
     as_template = f"as in {template}"
     comments = {
         "name": "name in records and on pages; the file may have another name",
@@ -264,11 +295,12 @@ def _make_comments(row: Task, template: str, model: ModelDescription) -> dict[st
         "question": (
             "the question: a change of anything in it is another question, with another key"
         ),
-        "question.task": "steelyard run needs its data: --data",
+        "question.task": "steelyard run needs its data: --data" if needs_data else "",
         "question.precision": "what matmuls run in; --precision changes it for one run",
         "question.model": "from config.json",
         "question.data": as_template,
         "question.train": as_template,
+        "question.load": f"when requests are sent; {as_template}",
         "tune": "may be changed without changing the question: --set tune.KEY=VALUE",
         "gate": f"the quality that a valid result must reach; {as_template}",
         "smoke.question": (

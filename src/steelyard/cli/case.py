@@ -42,7 +42,10 @@ def new(
         ),
     ],
     task: Annotated[
-        str, typer.Option("--task", metavar="TASK", help="mmlu, lambada, openwebtext or alpaca.")
+        str,
+        typer.Option(
+            "--task", metavar="TASK", help="mmlu, lambada, openwebtext, alpaca or generate."
+        ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the file.")] = Path(),
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,

@@ -49,15 +49,16 @@ def make_complete_case(
 
     Raise RequestError if the folder is no model or lacks weights, if no case of the task can be
     made with it, or, with `check_tokenizer` and unless the task trains from random weights, if its
-    tokenizer is missing or does not fit. May start a subprocess, for models that transformers has
+    tokenizer is missing or does not fit. A task that can make its data itself does so in a folder
+    without a tokenizer. May start a subprocess, for models that transformers has
     to describe.
     """
     row = new_case.find_task_row(task)
     folder = hf_folder.read_hf_folder(path)
     hf_folder.check_has_weights(folder)
-    return _make_case(
-        folder, row, name, check_tokenizer and not new_case.is_trained_from_random(row)
-    )
+    check_tokenizer = check_tokenizer and not new_case.is_trained_from_random(row)
+    has_data = not (row.self_made and check_tokenizer) or tokenizer.has_tokenizer([folder.path])
+    return _make_case(folder, row, name, check_tokenizer and has_data, has_data)
 
 
 def make_case_to_run(
@@ -85,13 +86,16 @@ def make_case_to_run(
             f"--model {str(path)!r}: no tokenizer in it nor beside the data, "
             f"and task {task} needs one; name it with --tokenizer"
         )
-    return _make_case(folder, row, None, check_tokenizer=False)
+    return _make_case(folder, row, None, check_tokenizer=False, has_data=data is not None)
 
 
-def _make_case(folder: HfFolder, row: "Task", name: str | None, check_tokenizer: bool) -> NewCase:
+def _make_case(
+    folder: HfFolder, row: "Task", name: str | None, check_tokenizer: bool, has_data: bool
+) -> NewCase:
     """Make the case of a task (`row`) with the model of a folder, named `name` or after folder and
-    task; no file is written. Raise RequestError if the model cannot be described, or its family
-    does not do the task's work.
+    task, for data of the user or (`has_data` is False) such as the task makes itself; no file is
+    written. Raise RequestError if the model cannot be described, or its family does not do the
+    task's work.
     """
     model = _describe_model(folder, check_tokenizer)
     if row.work not in _list_works(model):
@@ -106,7 +110,7 @@ def _make_case(folder: HfFolder, row: "Task", name: str | None, check_tokenizer:
             f" which does not train it; allowed: {', '.join(allowed)}"
         )
     return new_case.make_case(
-        name or new_case.make_case_name(folder.name, row.name), row.name, model
+        name or new_case.make_case_name(folder.name, row.name), row.name, model, has_data
     )
 
 

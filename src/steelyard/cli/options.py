@@ -254,7 +254,7 @@ class RunOptions:
         typer.Option(
             "--task",
             metavar="TASK",
-            help="With --model: mmlu, lambada, openwebtext or alpaca.",
+            help="With --model: mmlu, lambada, openwebtext, alpaca or generate.",
             rich_help_panel=MAIN_GROUP,
         ),
     ] = None

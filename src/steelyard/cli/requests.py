@@ -223,17 +223,12 @@ def resolve_cases_at(
                 name, options.size, options.precision, options.division, settings
             )
             return [(resolved, 1 if devices is None else devices)]
+        options = replace(options, settings=settings, devices=devices)
         return [
             (resolved, device_count)
-            for resolved in _resolve_smoke_cases(engine, replace(options, settings=settings))
-            for device_count in (
-                [devices]
-                if devices is not None
-                else _list_device_counts(
-                    resolved.case,
-                    engine or choose_default_engine(resolved.case),
-                    options.accelerator,
-                )
+            for resolved in _resolve_smoke_cases(engine, options)
+            for device_count in _list_device_counts(
+                resolved.case, engine or choose_default_engine(resolved.case), options
             )
         ]
 
@@ -267,23 +262,38 @@ def _resolve_smoke_cases(engine: str | None, options: RunOptions) -> list[Resolv
     return resolved
 
 
-def _list_device_counts(case: Case, engine: str, accelerator: str | None) -> list[int]:
-    """Return the device counts that the case lists for smoke runs, as far as this host has the
-    devices (of `accelerator`, or of the one that is detected) and the engine can divide the case
-    over them; `[1]` if none is left.
+def _list_device_counts(case: Case, engine: str, options: RunOptions) -> list[int]:
+    """Return the numbers of devices per host on which a smoke run of the case is made: the one in
+    the options, none if the case has no replicas and the engine cannot divide it over so many;
+    otherwise those that the case lists, as far as this host has the devices (of the accelerator in
+    the options, or of the one that is detected) and the engine can divide the case over them, `[1]`
+    if none is left.
     """
+    if options.devices is not None:
+        world = options.nodes * options.devices
+        is_divided = case.question.kind_row.replicas or _can_divide(case, engine, world)
+        return [options.devices] if is_divided else []
     if max(case.devices) == 1:
         return [1]
     row = (
-        accelerators.find_accelerator(accelerator)
-        if accelerator
+        accelerators.find_accelerator(options.accelerator)
+        if options.accelerator
         else accelerators.detect_accelerator()
     )
     max_devices = row.count_workers(row.find())
-    can_divide = engine_rows.find_engine(engine).can_divide
-    return [
-        n for n in case.devices if n <= max_devices and can_divide(degrees.make_plan(case, 1, n))
-    ] or [1]
+    return [n for n in case.devices if n <= max_devices and _can_divide(case, engine, n)] or [1]
+
+
+def _can_divide(case: Case, engine: str, devices: int) -> bool:
+    """Return whether the engine can divide the case's work over so many devices. Raise RequestError
+    if the degrees of its tune do not fit them, unless the case cannot have replicas.
+    """
+    try:
+        return engine_rows.find_engine(engine).can_divide(degrees.make_plan(case, 1, devices))
+    except RequestError:
+        if case.question.kind_row.replicas:
+            raise
+        return False
 
 
 def find_site_file(given_file: Path | None, output: OutputOptions) -> Path | None:

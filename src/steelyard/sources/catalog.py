@@ -40,8 +40,8 @@ class CatalogSource:
     with publisher and terms), and either `files` to download by address, or in `hub` the id of a
     Hugging Face model ("": none).
 
-    `gated` means that its terms must be accepted on the page first; `task` is the name of the task
-    whose data it is, "" if none; `note` is a remark for the user.
+    `gated` means that its terms must be accepted on the page first; `tasks` are the names of the
+    tasks that read it; `note` is a remark for the user.
     """
 
     name: str
@@ -51,7 +51,7 @@ class CatalogSource:
     files: tuple[SourceFile, ...] = ()
     hub: str = ""  # id of a Hugging Face model; "": files by address
     gated: bool = False  # its terms must be accepted on its page first
-    task: str = ""  # name of the task whose data it is
+    tasks: tuple[str, ...] = ()  # names of the tasks that read it
     note: str = ""
 
 
@@ -65,7 +65,7 @@ DATA_SOURCES = (
         title="MMLU: 57 subjects, dev, val, test and auxiliary_train",
         licence="MIT",
         page="https://github.com/hendrycks/test",
-        task="mmlu",
+        tasks=("mmlu",),
         files=(
             SourceFile(
                 "data.tar",
@@ -86,7 +86,7 @@ DATA_SOURCES = (
         title="LAMBADA, the test set as OpenAI formatted it",
         licence="CC BY 4.0",
         page="https://github.com/cybertronai/bflm",
-        task="lambada",
+        tasks=("lambada",),
         files=(
             SourceFile(
                 "lambada_test.jsonl",
@@ -109,7 +109,7 @@ DATA_SOURCES = (
         title="OpenWebText, 100k documents as tokens of Llama's vocabulary",
         licence="CC0 (packaging; texts: their authors)",
         page="https://github.com/PaddlePaddle/PaddleNLP",
-        task="openwebtext",
+        tasks=("openwebtext", "generate"),
         files=(
             SourceFile(
                 "llama_openwebtext_100k_ids.npy", (f"{_LLAMA_DATA}/llama_openwebtext_100k_ids.npy",)
@@ -126,7 +126,7 @@ DATA_SOURCES = (
         ),
         licence="CC BY-NC 4.0 (research only)",
         page="https://github.com/FlagAI-Open/FlagAI",
-        task="alpaca",
+        tasks=("alpaca",),
         files=(
             SourceFile(
                 "alpaca_data_train.jsonl",
@@ -162,7 +162,7 @@ DATA_SOURCES = (
         title="ReCoRD of SuperGLUE, and the word pieces of BERT that GLM reads it with",
         licence="see its page; word pieces Apache-2.0",
         page="https://sheng-z.github.io/ReCoRD-explorer/",
-        task="superglue_record",
+        tasks=("superglue_record",),
         files=(
             SourceFile(
                 "ReCoRD.zip",
@@ -269,5 +269,5 @@ def make_unlisted_source(name: str) -> CatalogSource:
 
 
 def find_task_source(task: str) -> CatalogSource | None:
-    """Return the data source whose `task` is this task's name, or None if the catalog has none."""
-    return next((source for source in DATA_SOURCES if source.task == task), None)
+    """Return the first data source that a task of this name reads, None if the catalog has none."""
+    return next((source for source in DATA_SOURCES if task in source.tasks), None)

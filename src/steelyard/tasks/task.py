@@ -321,9 +321,10 @@ class Task:
     metrics, `quality` the one without a gate, `passes` the default ones, `data` the model of
     `question.data`, `batch_unit` what the global batch counts, `starts_trained` whether training
     begins with trained weights, `selects` the options it accepts beside `--sample`, `needs_data`
-    whether size full reads data, `longest` the most tokens of a sequence. `prepare` calls
-    the reader in a worker, `check_data` looks at a path in the parent, `key` is its spelling in
-    questions and records, `kind_row` its kind of work.
+    whether size full reads data, `self_made` what to ask instead to need none, `reads_tokens`
+    whether they may be token files, `longest` the most tokens of a sequence, `shorten` how they
+    become fewer. `prepare` calls the reader in a worker, `check_data` looks at a path in the
+    parent, `key` is its spelling in questions and records, `kind_row` its kind of work.
     """
 
     name: str  # its folder's name, which users write too
@@ -365,6 +366,12 @@ class Task:
     off_scope: Callable[[Any, Selection], str | None] = lambda outputs, selected: None
     # whether size full reads data from a path; False: the data model says that they are generated
     needs_data: Callable[[Any], bool] = lambda data: True
+    # fields of the data model with which it needs no data; {}: it always does, or never
+    self_made: Mapping[str, Any] = field(default_factory=dict)
+    # whether its data may be token files, which need no tokenizer
+    reads_tokens: bool = False
+    # data model, positions → its fields with which the longest sequence fits so many positions
+    shorten: Callable[[Any, int], dict[str, Any]] = lambda data, positions: {}
     # tokens of the longest prompt with its output, if the data model says it
     longest: Callable[[Any], int | None] = lambda data: None
     spelling: str = ""  # in questions, records and keys; "": its name

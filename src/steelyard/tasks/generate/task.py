@@ -4,7 +4,7 @@ what a record keeps of the answers.
 
 from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from steelyard.data.request_outcomes import Lengths
 from steelyard.schema import FrozenModel
@@ -28,10 +28,18 @@ class GenerateData(FrozenModel):
     """
 
     kind: Literal["generate"]
-    source: Source
-    prompt_tokens: LengthField
-    output_tokens: LengthField
-    lengths: Lengths = "exact"
+    source: Source = Field(
+        description="ids (seeded, no data), texts, sharegpt, or trace (lengths and arrivals)"
+    )
+    prompt_tokens: LengthField = Field(
+        description='a number, two bounds such as [512, 1024], or "data": as long as they are'
+    )
+    output_tokens: LengthField = Field(
+        description='a number, two bounds, or "data" (of sharegpt and trace)'
+    )
+    lengths: Lengths = Field(
+        "exact", description="exact: end-of-text is ignored; natural: an answer may end earlier"
+    )
     fingerprint: str | None = None
 
     @model_validator(mode="after")
@@ -58,6 +66,19 @@ def find_longest(data: GenerateData) -> int | None:
     bounds = [data.prompt_tokens, data.output_tokens]
     numbers = [rule[1] if isinstance(rule, tuple) else rule for rule in bounds]
     return None if "data" in numbers else sum(int(number) for number in numbers)
+
+
+def _shorten(data: GenerateData, positions: int) -> dict[str, Any]:
+    """Return lengths with which a prompt and its output fit so many positions: an output of at most
+    a fifth of them, and the rest for the prompt; nothing if they fit, or are no fixed numbers.
+    """
+    longest, prompt, output = find_longest(data), data.prompt_tokens, data.output_tokens
+    if longest is None or longest <= positions:
+        return {}
+    if not isinstance(prompt, int) or not isinstance(output, int):
+        return {}
+    shorter = max(1, min(output, positions // 5))
+    return {"prompt_tokens": min(prompt, positions - shorter), "output_tokens": shorter}
 
 
 def _needs_data(data: Any) -> bool:
@@ -103,6 +124,9 @@ TASK = Task(
     passes=("generate", "check"),
     differences=answers.find_differences,
     needs_data=_needs_data,
+    self_made={"source": "ids"},
+    reads_tokens=True,
+    shorten=_shorten,
     longest=find_longest,
     data_check="steelyard.tasks.generate.data:check_source",
 )
