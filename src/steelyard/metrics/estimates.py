@@ -21,6 +21,12 @@ from steelyard.schema import to_canonical_json
 DECLARED, UNDECLARED = "declared", "unknown"
 # beyond any machine, so that no formula overflows on a forged record
 RATE_BOUNDS = (1e-30, 1e30)
+# the metric of each rate, and whether it is that of one device
+_RATE_METRICS: dict[WorkName, tuple[str, bool]] = {
+    "tokens": ("tokens_per_device_s", True),
+    "samples": ("samples_per_s", False),
+    "output_tokens": ("output_tokens_per_s", False),
+}
 
 Interval = tuple[float, float]
 # what an interval comes from: the steps of one run, or the spread between several runs
@@ -128,18 +134,18 @@ class Estimate:
 def estimate_rate(record: Record, count_name: WorkName | None = None) -> Estimate | None:
     """Return the rate of a record, work of all devices per second of wall time, with its interval.
 
-    `count_name` is "tokens" or "samples"; None means what this record's rates count (`work_name`).
-    It is the stored metric `tokens_per_device_s` times the number of devices, or `samples_per_s`:
-    over the headline pass, in training over the steady window. None if the record has no such
+    `count_name` is "tokens", "samples" or "output_tokens"; None means what this record's rates
+    count (`work_name`). It is the stored metric `tokens_per_device_s` times the number of devices,
+    `samples_per_s`, or `output_tokens_per_s`: over the headline pass, in training over the steady
+    window, in generation over the window of its requests. None if the record has no such
     value, or one outside 1e-30 to 1e30; an interval that does not contain the value is dropped. The
     record's status does not matter. Raise ValueError for another `count_name`.
     """
-    if count_name not in (None, "tokens", "samples"):
-        raise ValueError(f"count_name {count_name!r} is not known; allowed: tokens, samples")
-    tokens = (count_name or work_name(record)) == "tokens"
-    metric_name, devices = (
-        ("tokens_per_device_s", record.plan.world) if tokens else ("samples_per_s", 1)
-    )
+    if count_name is not None and count_name not in _RATE_METRICS:
+        allowed = ", ".join(_RATE_METRICS)
+        raise ValueError(f"count_name {count_name!r} is not known; allowed: {allowed}")
+    metric_name, is_per_device = _RATE_METRICS[count_name or work_name(record)]
+    devices = record.plan.world if is_per_device else 1
     stored = record.metrics.get(metric_name)
     if stored is None or stored.value is None or not RATE_BOUNDS[0] < stored.value < RATE_BOUNDS[1]:
         return None

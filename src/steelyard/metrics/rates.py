@@ -435,7 +435,8 @@ def make_item_unit(template: str) -> Callable[[Record], str]:
 
 
 def work_unit(record: Record) -> str:
-    """Return the unit of the record's rates: "tokens/s", or the task's items, such as
-    "questions/s".
+    """Return the unit of the record's rates: "tokens/s", "output tokens/s", or the task's items,
+    such as "questions/s".
     """
-    return "tokens/s" if work_name(record) == "tokens" else f"{record.task.noun}s/s"
+    units = {"tokens": "tokens/s", "output_tokens": "output tokens/s"}
+    return units.get(work_name(record), f"{record.task.noun}s/s")

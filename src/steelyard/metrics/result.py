@@ -12,7 +12,8 @@ from steelyard.record.record import Record, Value
 from steelyard.words import Message, MessageValues
 
 GIB = 1 << 30
-WorkName = Literal["tokens", "samples"]  # the counts that rates are taken of
+# the counts that rates are taken of
+WorkName = Literal["tokens", "samples", "output_tokens"]
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,15 @@ def make_absent_result(pass_name: str) -> Result:
 
 
 def work_name(record: Record) -> WorkName:
-    """Return the count that rates are taken of: "tokens" or "samples".
+    """Return the count that rates are taken of: "tokens", "samples" or "output_tokens".
 
-    It is "tokens" in division closed, where every token is computed, unless the task's published
-    rows count samples (`rates_in_samples`); in all other cases "samples".
+    It is "output_tokens" for requests under a load, because prompts are not all computed in one
+    way: in any division these tokens must come out. Else it is "tokens" in division closed, where
+    every token is computed, unless the task's published rows count samples (`rates_in_samples`); in
+    all other cases "samples".
     """
+    if record.task.kind_row.has_load:
+        return "output_tokens"
     return (
         "tokens"
         if record.case.division == "closed" and not record.task.rates_in_samples

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from steelyard.report import chart_geometry
+from steelyard.report import chart_geometry, point_geometry
 from steelyard.report.document import Fold, Page, PageElement
 from steelyard.report.plain_text import clean_lines
 from steelyard.words import PageWords
@@ -37,6 +37,7 @@ def render_html(page: Page) -> str:
     environment.globals |= {
         "kind_of": _element_kind,
         "plot": chart_geometry,
+        "points_plot": point_geometry,
         "say": PageWords(page.lang),
     }
     has_folds = any(

@@ -19,6 +19,7 @@ from steelyard.report.document import (
     Page,
     PageElement,
     Paragraph,
+    PointChart,
     StackedBar,
     Table,
     TableColumn,
@@ -93,7 +94,7 @@ def _render_element(element: PageElement) -> str:
         case Table():
             return _render_table(element)
         case (
-            LineChart() | StackedBar() | BarChart() | Contents() | Fold()
+            LineChart() | PointChart() | StackedBar() | BarChart() | Contents() | Fold()
         ):  # walk_elements opens folds
             return ""
 

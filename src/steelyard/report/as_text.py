@@ -19,6 +19,7 @@ from steelyard.report.document import (
     Page,
     PageElement,
     Paragraph,
+    PointChart,
     StackedBar,
     Table,
     TableColumn,
@@ -271,7 +272,7 @@ class _TextRenderer:
             case Table():
                 return self._render_table(element)
             case (
-                LineChart() | StackedBar() | BarChart() | Contents() | Fold()
+                LineChart() | PointChart() | StackedBar() | BarChart() | Contents() | Fold()
             ):  # walk_elements opens folds
                 return ""
 

@@ -14,8 +14,9 @@ from steelyard.metrics.metric_table import find_metric as metric_row
 from steelyard.metrics.overview import OverviewRow
 from steelyard.metrics.passes import count_devices
 from steelyard.record.record import Record
-from steelyard.report.columns import TableField, load_table_layout
+from steelyard.report.columns import TableField, TableLayout, load_table_layout
 from steelyard.report.document import Cell, ColumnSpec, Link, Table, Tone, build_table
+from steelyard.report.loads import format_load, make_load_sort_key
 from steelyard.report.marks import format_engine, format_peak_mark, list_vouching_notes
 from steelyard.report.numbered_runs import (
     STATUS_TONE,
@@ -23,7 +24,6 @@ from steelyard.report.numbered_runs import (
     average_metric,
     format_accelerator,
     format_changed_settings,
-    format_load,
     format_metric,
     format_parallel_plan,
     format_reason_codes,
@@ -41,6 +41,7 @@ from steelyard.report.numbers import (
     format_count,
     format_number,
     format_setting,
+    format_times,
     join_by_slash,
 )
 from steelyard.report.published_rows import PublishedRow, find_published_rows, make_size_note
@@ -113,10 +114,11 @@ class ComparedRuns:
 
 def group_compared_runs(runs: list[NumberedRun]) -> list[ComparedRuns]:
     """Group the runs of a case by repeats (a run without repeats is a group too) and sort the
-    groups: division closed before open, by status (valid, unproven, invalid, failed), the whole
-    question before windows of it, the highest rate per device first.
+    groups: division closed before open, by load, by status (valid, unproven, invalid, failed), the
+    whole question before windows of it, the highest rate per device first.
 
-    A group's status is that of its runs as one result; an unknown rate counts as 0.
+    Loads are different questions, so no rate is ranked against that of another. A group's status is
+    that of its runs as one result; an unknown rate counts as 0.
     """
     overview_rows = overview.make_overview_rows(run.record for run in runs)
     groups = [
@@ -126,14 +128,17 @@ def group_compared_runs(runs: list[NumberedRun]) -> list[ComparedRuns]:
         for row in overview_rows
     ]
 
-    def sort_key(group: ComparedRuns) -> tuple[bool, str, int, bool, float]:
-        """Return the sort key of a group: whether it is not closed, division, position of its
-        status, whether it is a window, and its negative rate per device (0 if unknown).
+    def sort_key(
+        group: ComparedRuns,
+    ) -> tuple[bool, str, tuple[int, float, str], int, bool, float]:
+        """Return the sort key of a group: whether it is not closed, division, load, position of
+        its status, whether it is a window, and its negative rate per device (0 if unknown).
         """
         division, rate = group.row.first_record.case.division, group.row.rate
         return (
             division != "closed",
             division,
+            make_load_sort_key(group.row.first_record),
             standing.STATUS_ORDER.index(group.row.status),
             not group.row.is_whole,
             -(rate.value if rate else 0.0),
@@ -164,10 +169,11 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
     in the order of `group_compared_runs`, then the published rows.
 
     Columns: accelerator (pinned), engine and plan, precision and division, settings and scope (how
-    much of the question was run), rate per device, MFU, quality, memory in GiB, energy in J per
-    token, status. The head of the rate has the most common unit; a cell with another unit names it.
-    The head of the quality names the first group's metric. Footnotes explain the table and its
-    published rows, and say who vouches for parts of runs that are not Steelyard's.
+    much of the question was run), rate per device, MFU and what else the kind of work's layout
+    shares with shorter tables, quality, memory in GiB, energy in J per token, status. The head of
+    the rate has the most common unit; a cell with another unit names it. The head of the quality
+    names the first group's metric. Footnotes explain the table and its published rows, and say who
+    vouches for parts of runs that are not Steelyard's.
     """
     groups, references = group_compared_runs(runs), find_published_rows(runs)
     common_unit = Counter(group.unit for group in groups).most_common(1)[0][0]
@@ -177,6 +183,7 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
     )
     formulas = max(group.row.first_record.formulas or 1 for group in groups)
     in_samples = runs[0].record.task.rates_in_samples
+    layout = load_table_layout(runs[0].record.task.kind_row)
     unevaluated_note = "" if any_evaluated else say("not_evaluated")
     columns: tuple[ColumnSpec[ComparedRuns | PublishedRow], ...] = (
         ColumnSpec(
@@ -224,17 +231,7 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
             right=True,
             strong=True,
         ),
-        ColumnSpec(
-            say("side.mfu"),
-            _choose_by_row(
-                lambda group: Cell(
-                    make_estimate_cell(group.row.mfu, "percent").text,
-                    format_peak_mark(group.row.first_record, say),
-                ),
-                lambda row: _published_mfu_cell(row, say),
-            ),
-            right=True,
-        ),
+        *_layout_columns(layout, say),
         ColumnSpec(
             metric_row(metric).heading,
             _choose_by_row(
@@ -255,28 +252,110 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
             right=True,
             priority=2,
         ),
-        ColumnSpec(
-            say("side.energy"),
-            _choose_by_row(
-                lambda group: make_estimate_cell(group.row.energy).text,
-                lambda row: row.format_metric("energy_per_token"),
-            ),
-            words.translate_unit("J/token", say.lang),
-            right=True,
-            priority=2,
-        ),
+        _energy_column(layout, say),
         ColumnSpec(
             say("side.status"),
             _choose_by_row(lambda group: _status_cell(group, formulas, say), lambda row: ""),
         ),
     )
     notes = [say("side.note"), *make_size_note(runs, references, say)]
+    notes += list_unknown_time_notes([run.record for run in runs], say)
     notes += list_vouching_notes([run.record for run in runs], say)
     if references:
         plural_note = say("side.published", str(len(references)))
         notes.insert(1, say("side.published.one") if len(references) == 1 else plural_note)
     comparison = build_table(columns, groups, notes, last_rows=references, last_kind="published")
     return replace(comparison, pinned=True)
+
+
+def _layout_columns(
+    layout: TableLayout, say: PageWords
+) -> list[ColumnSpec[ComparedRuns | PublishedRow]]:
+    """Return the columns of the comparison table that depend on the kind of work: MFU if it has
+    one, then those that its layout shares (`TableLayout.shared`), such as the load and the times of
+    generation.
+    """
+    mfu = ColumnSpec[ComparedRuns | PublishedRow](
+        say("side.mfu"),
+        _choose_by_row(
+            lambda group: Cell(
+                make_estimate_cell(group.row.mfu, "percent").text,
+                format_peak_mark(group.row.first_record, say),
+            ),
+            lambda row: _published_mfu_cell(row, say),
+        ),
+        right=True,
+    )
+
+    def shared_column(field: TableField) -> ColumnSpec[ComparedRuns | PublishedRow]:
+        """Return the column of a shared field; published rows have nothing in it."""
+        return ColumnSpec(
+            say(f"{field.title}.short") if field.title else metric_row(field.name).heading,
+            _choose_by_row(
+                lambda group: format_shared_field(field, group.averaged),
+                lambda row: UNKNOWN,
+            ),
+            say("column.percentiles") if field.times else "",
+            right=bool(field.metrics),
+            priority=2 if field.times else 1,
+        )
+
+    return [*([mfu] if layout.has_mfu else []), *map(shared_column, layout.shared)]
+
+
+def format_shared_field(field: TableField, records: Sequence[Record]) -> str:
+    """Return a field of some repeats as short tables show it: a setting of the first, or the means
+    of its metrics, joined by slashes; times with their unit. UNKNOWN for a kind of work that has
+    no such metric.
+    """
+    if not field.metrics:
+        return _SETTING_TEXTS[field.name](records[0])
+    means = [average_metric(records, name) for name in field.metrics]
+    if field.times:
+        return format_times([None if mean is None else mean.value for mean in means])
+    return join_by_slash([format_metric(*pair) for pair in zip(field.metrics, means, strict=True)])
+
+
+MAX_TIME_NOTES = 3  # reasons why percentiles are unknown that stand below a table
+
+
+def list_unknown_time_notes(records: Sequence[Record], say: PageWords) -> list[str]:
+    """Return why times that short tables show, such as a 99th percentile, are unknown in some of
+    these finished runs: one note for each reason, at most MAX_TIME_NOTES, with the metrics that it
+    is of.
+    """
+    names_by_reason: dict[str, dict[str, None]] = {}
+    for record in records:
+        fields = load_table_layout(record.task.kind_row).shared
+        for name in (name for field in fields if field.times for name in field.metrics):
+            value = record.metrics.get(name)
+            if value is not None and value.value is None and value.note is not None:
+                reason = words.render_text(value.note, say.lang)
+                names_by_reason.setdefault(reason, {})[name] = None
+    return [
+        say("load.unknown", say("comma").join(names), reason)
+        for reason, names in list(names_by_reason.items())[:MAX_TIME_NOTES]
+    ]
+
+
+def _energy_column(layout: TableLayout, say: PageWords) -> ColumnSpec[ComparedRuns | PublishedRow]:
+    """Return the column of energy, in J per token, or by the metric that the layout names."""
+    name = layout.energy
+
+    def measured_cell(group: ComparedRuns) -> str:
+        """Return the energy of a group of repeats without its interval."""
+        if name is None:
+            return make_estimate_cell(group.row.energy).text
+        return format_metric(name, average_metric(group.averaged, name))
+
+    unit = metric_row(name).base_unit if name else ""
+    return ColumnSpec(
+        say("side.energy"),
+        _choose_by_row(measured_cell, lambda row: row.format_metric(name or "energy_per_token")),
+        words.translate_unit(unit or "J/token", say.lang),
+        right=True,
+        priority=2,
+    )
 
 
 def _accelerator_cell(group: ComparedRuns, say: PageWords) -> Cell:
@@ -460,6 +539,7 @@ def build_values_table(runs: list[NumberedRun], say: PageWords) -> Table:
         words.render_text(note, say.lang)
         for note in shipped_cases.make_counted_flops_notes(run.record for run in runs)
     ]
+    notes += list_unknown_time_notes([run.record for run in runs], say)
     columns, groups = map(column, _present_fields(runs, references)), merge_repeats(runs)
     if len(groups) < len(runs):
         notes.insert(1, say("side.means"))
@@ -471,6 +551,8 @@ def _common_unit(field: TableField, runs: list[NumberedRun], say: PageWords) -> 
     for percentages), the base unit if none has it; None if units differ or there is none, as in a
     column of a setting.
     """
+    if field.times:  # their cells have it
+        return ""
     name = field.metrics[0] if field.metrics else ""
     units = {
         format_unit(name, run.record.metrics[name], say.lang)
@@ -510,6 +592,8 @@ def _group_cell(
         return Cell(name, say("comma").join(filter(None, parts)), tone)
     if not field.metrics:
         return Cell(_SETTING_TEXTS[field.name](record))
+    if field.times:
+        return Cell(format_shared_field(field, group.averaged))
     means = [average_metric(group.averaged, name) for name in field.metrics]
     shown = zip(field.metrics, means, strict=True)
     text = join_by_slash([format_metric(name, mean) for name, mean in shown])
@@ -555,8 +639,11 @@ def build_mfu_table(runs: list[NumberedRun], say: PageWords) -> Table | None:
     """Build a table of MFU in every convention of `_MFU_METRICS`, one row per run, or of repeats
     with the means of their valid runs, and then per published row that has one.
 
-    None where no run's record has one of these metrics, known or not, and no published row does.
+    None where no run's record has one of these metrics, known or not, and no published row does,
+    and for a kind of work without an MFU of whole runs.
     """
+    if not load_table_layout(runs[0].record.task.kind_row).has_mfu:
+        return None
     references = [row for row in find_published_rows(runs) if set(row.values) & set(_MFU_METRICS)]
     measured_names = {name for run in runs for name in run.record.metrics}
     if not references and not measured_names & set(_MFU_METRICS):

@@ -52,10 +52,10 @@ def lay_out_lines(chart: LineChart) -> LineChartGeometry:
     ys = [y for series in chart.series for _, y in series.points if y is not None]
     last = max(xs)
     first = min(xs) if min(xs) > last * _NEAR_START else 0.0
-    x_step = _tick_distance((last - first) / 2)
+    x_step = tick_distance((last - first) / 2)
     # Rates, powers and clocks all start at zero: a cut axis would make noise look like a fault.
     top = max([*ys, chart.level or 0.0]) * 1.02
-    y_step = _tick_distance(top)
+    y_step = tick_distance(top)
     y_ticks = [y_step * index for index in range(math.ceil(top / y_step) + 1)]
     x_ticks = [
         x_step * index for index in range(math.ceil(first / x_step), math.floor(last / x_step) + 1)
@@ -72,13 +72,13 @@ def lay_out_lines(chart: LineChart) -> LineChartGeometry:
 
     return LineChartGeometry(
         tuple(_svg_path(series, x, y) for series in chart.series),
-        tuple(Tick(f"{x(value) / WIDTH:.2%}", _format_tick(value, x_step)) for value in x_ticks),
-        tuple(Tick(f"{y(value):.1f}", _format_tick(value, y_step)) for value in y_ticks),
+        tuple(Tick(f"{x(value) / WIDTH:.2%}", format_tick(value, x_step)) for value in x_ticks),
+        tuple(Tick(f"{y(value):.1f}", format_tick(value, y_step)) for value in y_ticks),
         None if chart.level is None else f"{y(chart.level):.1f}",
     )
 
 
-def _tick_distance(span: float) -> float:
+def tick_distance(span: float) -> float:
     """Return a round distance between ticks (1, 2 or 5 times a power of ten) that gives about five
     ticks over `span`; 1.0 for a span of almost 0.
     """
@@ -91,7 +91,7 @@ def _tick_distance(span: float) -> float:
     )
 
 
-def _format_tick(value: float, step: float) -> str:
+def format_tick(value: float, step: float) -> str:
     """Format a tick's value with as many decimals as its distance to the next tick needs."""
     return f"{value:,.{max(0, -math.floor(math.log10(step)))}f}"
 

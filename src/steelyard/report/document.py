@@ -248,6 +248,61 @@ class LineChart:
 
 
 @dataclass(frozen=True)
+class PlottedPoint:
+    """A point of a point chart at (x, y), both above 0: its `label` beside it, and `text`, its
+    tooltip. One that is not `solid` is drawn hollow, and no line goes through it.
+    """
+
+    x: float
+    y: float
+    label: str
+    text: str
+    solid: bool = True
+
+
+@dataclass(frozen=True)
+class PointSeries:
+    """The points of a point chart that belong together, in drawing order, with their `name` in the
+    legend. `line` is how solid ones are joined: "steps" (the highest y at this x or any larger
+    one, nothing in between), "straight", or "none". `colour` is the index of the colour (colours
+    repeat after 8), `dashes` 0 for a solid line, 1 for dashes, 2 for dots.
+    """
+
+    name: str
+    points: tuple[PlottedPoint, ...]
+    line: Literal["steps", "straight", "none"] = "none"
+    colour: int = 0
+    dashes: Literal[0, 1, 2] = 0
+
+
+@dataclass(frozen=True)
+class ChartLimit:
+    """A limit in a point chart, drawn as a line across it at `value` of the `axis`, with `text` as
+    its line in the legend.
+    """
+
+    axis: Literal["x", "y"]
+    value: float
+    text: str
+
+
+@dataclass(frozen=True)
+class PointChart:
+    """A chart of labelled points, drawn by HTML only; a table beside it has the numbers. `series`
+    has at least one point. Axes begin at 0, or are logarithmic (`log_x`, `log_y`); on a logarithmic
+    x axis the ticks are the values of the points.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[PointSeries, ...]
+    limits: tuple[ChartLimit, ...] = ()
+    log_x: bool = False
+    log_y: bool = False
+
+
+@dataclass(frozen=True)
 class BarPart:
     """A part of a stacked bar, with its `name`: `share` is its part of the whole (0 to 1), `text`
     the formatted number.
@@ -370,6 +425,7 @@ PageElement = (
     | Table
     | Figures
     | LineChart
+    | PointChart
     | StackedBar
     | BarChart
     | Contents

@@ -33,7 +33,8 @@ from steelyard.report.document import (
     Priority,
     build_table,
 )
-from steelyard.report.marks import format_engine, list_engine_notes, mark_package
+from steelyard.report.loads import format_load, has_load
+from steelyard.report.marks import format_engine, list_engine_notes, name_devices
 from steelyard.report.numbered_runs import (
     NumberedRun,
     format_labels,
@@ -127,8 +128,8 @@ def _format_common(
     records: Sequence[Record], say: PageWords, engine: bool = True, plan: bool = True
 ) -> str:
     """Return how the runs of a group ran, joined by ` · `: engine, with the worst mark of all,
-    precision, division, scope (how much of the question was run), plan (of several devices only)
-    and kinds of device, from the first of its records.
+    precision, division, load (of generation), scope (how much of the question was run), plan (of
+    several devices only) and kinds of device, from the first of its records.
 
     `engine` and `plan` say whether these are included.
     """
@@ -140,9 +141,10 @@ def _format_common(
         else []
     )
     parts = [format_engine(records, say)] if engine else []
-    parts += [case.precision, case.division, format_scope(record, say), *plan_texts]
+    load = [format_load(record)] if has_load(record) else []
+    parts += [case.precision, case.division, *load, format_scope(record, say), *plan_texts]
     devices = ", ".join(list_device_names(record)) or UNKNOWN
-    return " · ".join([*parts, mark_package(devices, record, "accelerator", say)])
+    return " · ".join([*parts, name_devices(record, devices, say)])
 
 
 def _repeats_elements(

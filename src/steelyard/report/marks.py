@@ -7,6 +7,7 @@ part of Steelyard; the table of meanings says so.
 
 from collections.abc import Sequence
 
+from steelyard.metrics.declared_hardware import get_declared_device, is_hardware_declared
 from steelyard.metrics.vouching import EngineMark, find_provider, find_weakest_mark, list_providers
 from steelyard.record.record import Record
 from steelyard.report.numbers import format_setting
@@ -43,6 +44,25 @@ def append_package(text: str, package: str | None, say: PageWords) -> str:
     Steelyard.
     """
     return text if package is None else say("mark.from", text, _name_package(package, say))
+
+
+def format_declared_device(record: Record, say: PageWords) -> str | None:
+    """Return what the user says that a server runs on which was not started here, with the words
+    that nobody has seen it; None for all other runs.
+    """
+    if not is_hardware_declared(record):
+        return None
+    device = get_declared_device(record)
+    return say("device.undeclared") if device is None else say("device.declared", device)
+
+
+def name_devices(record: Record, text: str, say: PageWords) -> str:
+    """Return the names of a run's devices, `text`, with the package that the accelerator is from if
+    it is not Steelyard's; for a server that was not started here the declared device, marked so:
+    the devices in such a record are those of the machine that sent the requests.
+    """
+    declared = format_declared_device(record, say)
+    return mark_package(text, record, "accelerator", say) if declared is None else declared
 
 
 def mark_task(text: str, record: Record, say: PageWords) -> str:

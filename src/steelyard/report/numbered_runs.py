@@ -25,7 +25,8 @@ from steelyard.metrics.vouching import find_engine_mark, list_providers
 from steelyard.plan import degrees
 from steelyard.record.record import Record, Value
 from steelyard.report.document import UNKNOWN_CELL, Cell, Lang, Tone
-from steelyard.report.marks import format_engine, mark_package
+from steelyard.report.loads import format_load, has_load, is_load_key
+from steelyard.report.marks import format_engine, name_devices
 from steelyard.report.numbers import UNKNOWN, format_interval, format_number, format_setting
 from steelyard.words import PageWords
 
@@ -44,7 +45,7 @@ STATUS_TONE: dict[str, Tone] = {
 class NumberedRun:
     """A `record` with its `number` within its case (from 1), made by `group_by_case`. `anchor` is
     the id of its part of the page, to which links point; empty if there is none. `label` is `#3`;
-    `format_title(say)` returns label, accelerator, engine, precision, division and plan.
+    `format_title(say)` returns label, accelerator, engine, precision, division, load and plan.
     """
 
     number: int
@@ -57,13 +58,14 @@ class NumberedRun:
         return f"#{self.number}"
 
     def format_title(self, say: PageWords, repeats: Sequence[Record] = ()) -> str:
-        """Return the run's title: label, accelerator, engine, precision and division, and the plan
-        if there are several devices, joined by ` · `. The engine has the worst mark of this run and
-        its `repeats`.
+        """Return the run's title: label, accelerator, engine, precision and division, its load if
+        it has one, and the plan if there are several devices, joined by ` · `. The engine has the
+        worst mark of this run and its `repeats`.
         """
         case = self.record.case
         plan = self.record.plan
-        plan_text = f" · {plan.config} {plan}" if plan.world > 1 else ""
+        load_text = f" · {format_load(self.record)}" if has_load(self.record) else ""
+        plan_text = f"{load_text} · {plan.config} {plan}" if plan.world > 1 else load_text
         accelerator = format_accelerator(self.record, say)
         engine = format_engine([self.record, *repeats], say)
         return (
@@ -74,10 +76,11 @@ class NumberedRun:
 def format_accelerator(record: Record, say: PageWords) -> str:
     """Return the kinds of device and how many the run used, such as `NVIDIA H200 × 8`, and the
     package that the accelerator is from, if it is not Steelyard's; the CPU's name (UNKNOWN if not
-    recorded) if it had no device.
+    recorded) if it had no device. Of a server that was not started here it is what the user
+    declared, marked so.
     """
     kind = ", ".join(list_device_names(record)) or format_setting(record.environment.hardware.cpu)
-    return mark_package(f"{kind} × {record.plan.world}", record, "accelerator", say)
+    return name_devices(record, f"{kind} × {record.plan.world}", say)
 
 
 def group_by_case(records: list[Record], lang: Lang = "en") -> dict[CaseName, list[NumberedRun]]:
@@ -105,11 +108,12 @@ def group_by_case(records: list[Record], lang: Lang = "en") -> dict[CaseName, li
 
 def _case_name(record: Record, lang: Lang) -> CaseName:
     """Return the name under which a run is grouped: case, size, then every field of the question
-    that the command line changed, and texts on what else differs from the shipped case.
+    but its load that the command line changed, and texts on what else differs from the shipped
+    case.
 
     Runs that differ from the shipped case so stand apart from those that do not.
     """
-    keys = list_changed_keys(record.case.origins)
+    keys = [key for key in list_changed_keys(record.case.origins) if not is_load_key(key)]
     changed_fields = [f"{key}={_format_question_value(record.case.question, key)}" for key in keys]
     return (
         record.case.name,
@@ -219,14 +223,6 @@ def format_scope(record: Record, say: PageWords, brief: bool = False) -> str:
     scope_text = say("whole") if record.scope.kind == "full" else window_text
     resumed = [say("resumed", str(restart.step)) for restart in record.restarts]
     return say("comma").join([scope_text, *resumed])
-
-
-def format_load(record: Record) -> str:
-    """Return the load under which requests were generated, such as `C16`; UNKNOWN for other kinds
-    of work.
-    """
-    load = record.question.load
-    return UNKNOWN if load is None else load.name
 
 
 def format_metric(name: str, value: Value | None) -> str:

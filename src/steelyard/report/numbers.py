@@ -1,7 +1,7 @@
 """Format numbers and settings for readers. Only here does a number become text on a page."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 UNKNOWN = "/"  # as in FlagPerf's published tables
@@ -115,6 +115,38 @@ def join_by_slash(texts: list[str]) -> str:
     """
     shown = ("-" if text == UNKNOWN else text for text in texts)
     return UNKNOWN if set(texts) == {UNKNOWN} else "/".join(shown)
+
+
+_FIRST_IN_SECONDS = 0.9995  # rounds to 1.00 s
+
+
+def format_times(times_s: Sequence[float | None]) -> str:
+    """Format the times of one cell with three significant digits and their common unit, joined by
+    slashes: `123/180/210 ms` if all are below a second, else `0.123/1.80 s`. An unknown one is `-`,
+    and the whole is UNKNOWN where none is known.
+    """
+    known = [time_s for time_s in map(finite_or_none, times_s) if time_s is not None]
+    in_seconds = any(abs(time_s) >= _FIRST_IN_SECONDS for time_s in known)
+    factor, unit = (1.0, "s") if in_seconds else (1000.0, "ms")
+    texts = [
+        UNKNOWN
+        if (time_s := finite_or_none(value)) is None
+        else _format_three_digits(time_s * factor)
+        for value in times_s
+    ]
+    text = join_by_slash(texts)
+    return text if text == UNKNOWN else f"{text} {unit}"
+
+
+def _format_three_digits(value: float) -> str:
+    """Format a number with three significant digits, never fewer than all before the point and at
+    most six decimals: 0.123, 12.3, 1,234.
+    """
+    rounded = float(f"{value:.3g}") if abs(value) < 1000 else value
+    if rounded == 0:
+        return "0"
+    decimals = min(6, max(0, 2 - math.floor(math.log10(abs(rounded)))))
+    return f"{rounded:,.{decimals}f}"
 
 
 def finite_or_none(value: Any) -> float | None:

@@ -10,10 +10,11 @@ from collections import Counter
 
 from steelyard import words
 from steelyard.metrics import overview, rates, standing
+from steelyard.metrics.declared_hardware import is_hardware_declared
 from steelyard.metrics.metric_table import find_metric as metric_row
 from steelyard.metrics.metric_table import sort_metric_names
 from steelyard.metrics.overview import AcceleratorRatio, OverviewRow
-from steelyard.metrics.result import work_name
+from steelyard.metrics.result import WorkName, work_name
 from steelyard.record.record import Record
 from steelyard.report import charts
 from steelyard.report.case_tables import build_comparison_table, build_mfu_table, build_values_table
@@ -36,7 +37,19 @@ from steelyard.report.document import (
     build_table,
 )
 from steelyard.report.group_tables import ENGINES, REPEATS, SCALING
-from steelyard.report.marks import format_engine, mark_package, mark_task
+from steelyard.report.load_section import build_load_section
+from steelyard.report.loads import (
+    format_load,
+    has_load,
+    is_shown_in_milliseconds,
+    make_load_sort_key,
+)
+from steelyard.report.marks import (
+    format_engine,
+    mark_package,
+    mark_task,
+    name_devices,
+)
 from steelyard.report.numbered_runs import (
     CaseName,
     NumberedRun,
@@ -57,6 +70,7 @@ from steelyard.report.numbers import (
     format_interval,
     format_number,
     format_setting,
+    format_times,
 )
 from steelyard.report.run_details import build_run_details
 from steelyard.tasks.task import Task
@@ -130,13 +144,16 @@ def _case_heading(case: CaseName, runs: list[NumberedRun], say: PageWords) -> st
 def _case_elements(
     case: CaseName, runs: list[NumberedRun], level: int, say: PageWords
 ) -> list[PageElement]:
-    """Return the elements of a case: bar charts, the comparison table, tables of engines and of
-    scaling, then as two folds: repeats; all values with MFU by convention.
+    """Return the elements of a case: bar charts (of one load), the comparison table, its loads as
+    curves, tables of engines and of scaling, then as two folds: repeats; all values with MFU by
+    convention.
 
     Parts for which the runs have nothing are left out; the comparison table and the fold of all
     values are always there. `level` is that of the headings.
     """
-    out = [*charts.build_case_charts(runs, case[0], say), build_comparison_table(runs, say)]
+    one_load = len({format_load(run.record) for run in runs}) == 1
+    out = charts.build_case_charts(runs, case[0], say) if one_load else []
+    out += [build_comparison_table(runs, say), *build_load_section(runs, level, say)]
     out += ENGINES.build_section(runs, level, say)
     out += SCALING.build_section(runs, level, say)
     mfu = build_mfu_table(runs, say)
@@ -183,7 +200,8 @@ def _run_fold(run: NumberedRun, repeats: int, level: int, say: PageWords) -> Fol
 
 def _headline_figures(run: NumberedRun, repeats: int, say: PageWords) -> Figures:
     """Return the headline numbers of a run: core rate (over compute time), whole rate (over wall
-    time), MFU, quality, memory, and end-to-end time, under its title, scope (how much of the
+    time), MFU, others of its kind of work (`TableLayout.figures`), quality, memory, and end-to-end
+    time, under its title, scope (how much of the
     question was run), number of repeats and status.
 
     Unknown ones are shown as `/` without a unit. A quality that was not evaluated says so in the
@@ -192,8 +210,12 @@ def _headline_figures(run: NumberedRun, repeats: int, say: PageWords) -> Figures
     record = run.record
     table_layout, quality = load_table_layout(record.task.kind_row), record.quality
     items = []
-    for name in (table_layout.core, table_layout.whole, "mfu", quality.metric, "mem", "e2e_time"):
+    for name in (*table_layout.figures, quality.metric, "mem", "e2e_time"):
         value = record.metrics.get(name)
+        if value is not None and is_shown_in_milliseconds(record, name):
+            number, _, unit = format_times([value.value]).partition(" ")
+            items.append(Figure(metric_row(name).heading, number, unit))
+            continue
         is_known = value is not None and value.value is not None
         # A quality that was not evaluated, such as that of random weights, is no result.
         unevaluated = name == quality.metric and not quality.evaluated
@@ -216,7 +238,11 @@ _SETTING_HEADS = {
     "parallel": "side.plan",
     "fix_hp": "side.tune",
 }
-_RATE_METRICS = {"tokens": "tokens_per_device_s", "samples": "samples_per_s"}
+_RATE_METRICS: dict[WorkName, str] = {
+    "tokens": "tokens_per_device_s",
+    "samples": "samples_per_s",
+    "output_tokens": "output_tokens_per_s",
+}
 
 
 def build_meanings(
@@ -233,10 +259,9 @@ def build_meanings(
     for run in runs:
         for name in run.record.metrics:
             tasks.setdefault(name, run.record.task)
-    compared_metrics = {_RATE_METRICS[work_name(run.record)] for run in runs} | {
-        run.record.quality.metric for run in runs
-    }
-    compared_metrics |= {"mfu", "mem", "energy_per_token"}
+    compared_metrics = {run.record.quality.metric for run in runs} | {"mem"}
+    for run in runs:
+        compared_metrics |= _list_compared_metrics(run.record)
     metrics = {name: metric_row(name, task=tasks[name]) for name in sort_metric_names(set(tasks))}
     rows = {name: (*row.meaning(say.lang), row.heading) for name, row in metrics.items()}
     settings = [
@@ -249,6 +274,16 @@ def build_meanings(
         Heading(level, say("page.meanings.rest")), "", "plain", (_meanings_table(other_rows, say),)
     )
     return [*out, folded] if other_rows else out
+
+
+def _list_compared_metrics(record: Record) -> set[str]:
+    """Return the metrics of the columns that the comparison table has for a record's kind of work,
+    beside quality and memory.
+    """
+    layout = load_table_layout(record.task.kind_row)
+    shared = {name for field in layout.shared for name in field.metrics} | set(layout.headline)
+    rate = _RATE_METRICS[work_name(record)]
+    return shared | {rate, layout.energy or "energy_per_token"} | ({"mfu"} & {*layout.figures})
 
 
 def _meanings_table(rows: list[tuple[str, str, str]], say: PageWords) -> Table:
@@ -278,10 +313,11 @@ def _summary_paragraph(cases: dict[CaseName, list[NumberedRun]], say: PageWords)
         for case, runs in cases.items()
     }
     chosen = _summarized_cases(rows_by_case)
+    questions = _split_by_load(chosen, say)
     sentences = [
         _runs_sentence(records, say),
-        *_best_sentences(chosen, say),
-        *_accelerator_sentences(chosen, say),
+        *_best_sentences(questions, say),
+        *_accelerator_sentences(questions, say),
     ]
     sentences += [
         *_omitted_sentences(rows_by_case, chosen, say),
@@ -298,6 +334,20 @@ def _summarized_cases(rows_by_case: RowsByCase) -> RowsByCase:
     """
     measured: RowsByCase = {case: rows for case, rows in rows_by_case.items() if case[1] != "smoke"}
     return {case: rows for case, rows in measured.items() if len(case) == 2} or measured
+
+
+def _split_by_load(chosen: RowsByCase, say: PageWords) -> RowsByCase:
+    """Return the rows by case and load, in the order of loads: a load is a question of its own, so
+    its results are named with it and never ranked against those of another. Cases without a load
+    stay as they are.
+    """
+    out: RowsByCase = {}
+    for case, rows in chosen.items():
+        for row in sorted(rows, key=lambda row: make_load_sort_key(row.first_record)):
+            record = row.first_record
+            name = say("load.at", case[0], format_load(record)) if has_load(record) else case[0]
+            out.setdefault((name, *case[1:]), []).append(row)
+    return out
 
 
 def _runs_sentence(records: list[Record], say: PageWords) -> str:
@@ -317,7 +367,8 @@ def _best_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
 
     The accelerator is named if the cases ran on several; what all results share is named once.
     """
-    name_accelerator = len({row.accelerator for rows in chosen.values() for row in rows}) > 1
+    all_rows = [row for rows in chosen.values() for row in rows]
+    name_accelerator = len({row.accelerator for row in all_rows}) > 1
     best_rows = {case: overview.find_best_rows(rows) for case, rows in chosen.items()}
     facts = {
         id(row): _list_facts(row, name_accelerator, say)
@@ -393,10 +444,12 @@ def _accelerator_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
     rate per device to that of the slowest (fastest first), on the question that most of them
     answered, or one that says that the case has no comparable pair.
 
-    Cases with proven rates on fewer than two accelerators are skipped.
+    Cases with proven rates on fewer than two accelerators are skipped. Nobody has seen a declared
+    device, so servers that were not started here are left out.
     """
     out = []
-    for case, rows in chosen.items():
+    for case, all_rows in chosen.items():
+        rows = [row for row in all_rows if not is_hardware_declared(row.first_record)]
         if len({row.accelerator for row in rows if row.is_proven}) < 2:
             continue
         pairs = overview.compare_accelerators(rows)
@@ -542,7 +595,7 @@ def _machine_texts(record: Record, say: PageWords) -> tuple[str, ...]:
     name = ", ".join(f"{kind} × {count}" for kind, count in kinds.items()) or format_setting(
         hardware.accelerator
     )
-    name = mark_package(name, record, "accelerator", say)
+    name = name_devices(record, name, say)
     hosts = f"{len(record.hosts)} × " if len(record.hosts) > 1 else ""
     host = [f"{hosts}{format_setting(hardware.cpu)}"]
     host += (

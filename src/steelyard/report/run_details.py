@@ -30,7 +30,13 @@ from steelyard.report.document import (
     TableRow,
     build_table,
 )
-from steelyard.report.marks import format_engine, format_providers, mark_package
+from steelyard.report.marks import (
+    format_declared_device,
+    format_engine,
+    format_providers,
+    mark_package,
+    name_devices,
+)
 from steelyard.report.numbered_runs import (
     FRAMEWORKS,
     find_status_tone,
@@ -49,6 +55,7 @@ from steelyard.report.numbers import (
     format_number,
     format_setting,
 )
+from steelyard.report.request_details import build_request_sections
 from steelyard.words import LANGS, PageWords
 
 MAX_IDS = 40  # selected rows whose ids a page lists
@@ -57,9 +64,9 @@ MAX_IDS = 40  # selected rows whose ids a page lists
 def build_run_details(record: Record, level: int, say: PageWords) -> list[PageElement]:
     """Return everything that a page says of a run as page elements, each section under a heading of
     this level, in this order: data, model, hardware, software, setup, the run itself, reasons,
-    failure, metrics, time budget (wall seconds by part), hosts, ranks, stragglers, waterfalls of
-    profiled ranks, checks; then the task's own tables and the charts. Sections without content are
-    left out.
+    failure, requests and latencies of generation, metrics, time budget (wall seconds by part),
+    hosts, ranks, stragglers, waterfalls of profiled ranks, checks; then the task's own tables and
+    the charts. Sections without content are left out.
     """
     texts, heading = DerivedTexts(record, say), record.task.kind_row.data_heading
     sections: tuple[tuple[str, list[PageElement]], ...] = (
@@ -71,6 +78,7 @@ def build_run_details(record: Record, level: int, say: PageWords) -> list[PageEl
         (say("record"), [_run_facts(record, texts, say)]),
         (say("reasons"), _reasons_elements(record, texts, say)),
         (say("failure"), _failure_elements(record, say)),
+        *build_request_sections(record, texts, say),
         (say("all"), [_metrics_element(record, texts, say)]),
         (say("budget"), _budget_elements(record, say)),
         (say("hosts"), host_tables.build_hosts_table(record, say)),
@@ -112,7 +120,7 @@ def _run_facts(record: Record, texts: DerivedTexts, say: PageWords) -> Facts:
             "gate",
             format_setting({} if quality.gate is None else quality.gate.model_dump(mode="json")),
         ),
-        ("environment", _format_devices(record)),
+        ("environment", _format_devices(record, say)),
         ("id", record.id),
         ("created", record.created),
         ("key", record.case.key),
@@ -343,10 +351,14 @@ def _model_facts(record: Record, say: PageWords) -> Facts:
     )
 
 
-def _format_devices(record: Record) -> str:
+def _format_devices(record: Record, say: PageWords) -> str:
     """Return the devices in the record's environment with their number, such as `8x NVIDIA H200`,
-    or the CPU if it has none (UNKNOWN if not recorded).
+    or the CPU if it has none (UNKNOWN if not recorded); the declared device of a server that was
+    not started here.
     """
+    declared = format_declared_device(record, say)
+    if declared is not None:
+        return declared
     hardware = record.environment.hardware
     kinds = Counter(format_setting(device.name) for device in hardware.devices)
     return ", ".join(f"{count}x {name}" for name, count in kinds.items()) or format_setting(
@@ -371,9 +383,7 @@ def _hardware_facts(record: Record, say: PageWords) -> Facts:
         ("machine", site.get("machine") or format_setting(hardware.machine)),
         (
             "accelerator",
-            mark_package(
-                ", ".join(kinds) or format_setting(hardware.accelerator), record, "accelerator", say
-            ),
+            name_devices(record, ", ".join(kinds) or format_setting(hardware.accelerator), say),
         ),
         ("count", format_count(len(hardware.devices)) if hardware.devices else UNKNOWN),
         ("peak", mark_package(_format_peak(hardware.peak), record, "peak", say)),

@@ -21,8 +21,12 @@ from steelyard.metrics.rates import work_unit
 from steelyard.metrics.result import work_name
 from steelyard.metrics.shipped_cases import list_later_fields, list_modified_parts
 from steelyard.record.record import Record, Value
-from steelyard.report.case_tables import merge_repeats
-from steelyard.report.columns import load_table_layout
+from steelyard.report.case_tables import (
+    format_shared_field,
+    list_unknown_time_notes,
+    merge_repeats,
+)
+from steelyard.report.columns import TableField, load_table_layout
 from steelyard.report.derived_texts import DerivedTexts
 from steelyard.report.document import (
     Cell,
@@ -37,7 +41,8 @@ from steelyard.report.document import (
     TableRow,
 )
 from steelyard.report.document import build_table as make_table
-from steelyard.report.marks import format_engine, list_vouching_notes, mark_package, mark_task
+from steelyard.report.loads import is_load_key
+from steelyard.report.marks import format_engine, list_vouching_notes, mark_task, name_devices
 from steelyard.report.numbered_runs import (
     STATUS_TONE,
     average_metric,
@@ -136,9 +141,7 @@ def build_brief_page(records: list[Record], lang: Lang = "en") -> Page:
     say = PageWords(lang)
     device = _make_question_column(
         say("terminal.device"),
-        lambda record: mark_package(
-            ", ".join(list_device_names(record)) or UNKNOWN, record, "accelerator", say
-        ),
+        lambda record: name_devices(record, ", ".join(list_device_names(record)) or UNKNOWN, say),
     )
     out: list[PageElement] = []
     any_repeats = False
@@ -197,8 +200,9 @@ def _run_count_column(say: PageWords) -> ColumnSpec[SummaryRow]:
 
 
 def _question_columns(records: list[Record], say: PageWords, brief: bool = False) -> RowColumns:
-    """Return the columns of what was asked: size, division, engine, plan, precision and scope (how
-    much of the question was run), without those that say nothing for these records.
+    """Return the columns of what was asked: size, division, engine, plan, precision, settings that
+    the kinds of work share (the load of generation) and scope (how much of the question was run),
+    without those that say nothing for these records.
 
     Plan is shown if a run has several devices, scope if one is a window or was resumed. Where the
     records differ in division there is no column for it: the case's name carries it, or on a brief
@@ -233,12 +237,43 @@ def _question_columns(records: list[Record], say: PageWords, brief: bool = False
                 second_title=say("terminal.scope") if scope_below else "",
             ),
         ),
+        *((True, column) for column in _shared_columns(records, False, say)),
         (
             with_scope and not scope_below,
             _make_question_column(say("terminal.scope"), lambda item: format_scope(item, say), 3),
         ),
     )
     return [column for is_shown, column in columns if is_shown]
+
+
+def _shared_columns(records: list[Record], of_metrics: bool, say: PageWords) -> RowColumns:
+    """Return the columns that the kinds of work of these records share with the comparison table
+    (`TableLayout.shared`): settings, such as the load of generation, or (`of_metrics`) results,
+    such as its times. UNKNOWN in rows of a kind of work that has no such column.
+    """
+    layouts = [load_table_layout(record.task.kind_row) for record in records]
+    fields = dict.fromkeys(field for layout in layouts for field in layout.shared)
+
+    def make_column(field: TableField) -> ColumnSpec[SummaryRow]:
+        """Return the column of one shared field."""
+
+        def format_cell(row: SummaryRow) -> str:
+            """Return the cell of a row; UNKNOWN if its kind of work does not share the field."""
+            layout = load_table_layout(row.first_record.task.kind_row)
+            return format_shared_field(field, row.averaged) if field in layout.shared else UNKNOWN
+
+        is_of_all = all(field in layout.shared for layout in layouts)
+        own_priority: Priority = 2 if field.times else 1
+        return ColumnSpec(
+            say(f"{field.title}.short") if field.title else field.name,
+            format_cell,
+            say("column.percentiles") if field.times else "",
+            right=bool(field.metrics),
+            priority=own_priority if is_of_all else 3,
+            optional=field.times,
+        )
+
+    return [make_column(field) for field in fields if bool(field.metrics) == of_metrics]
 
 
 def _has_several_divisions(records: list[Record]) -> bool:
@@ -252,8 +287,8 @@ def _append_division(record: Record, text: str) -> str:
 
 
 def _result_columns(records: list[Record], say: PageWords) -> RowColumns:
-    """Return the columns of the results: rate of all devices, half of its interval, MFU and
-    quality.
+    """Return the columns of the results: rate of all devices, half of its interval, what the kinds
+    of work share (the times of generation), MFU and quality.
 
     The unit of the rate and the name of the quality are in the head if all records agree, and
     otherwise in each cell.
@@ -271,6 +306,7 @@ def _result_columns(records: list[Record], say: PageWords) -> RowColumns:
             right=True,
         ),
         ColumnSpec("±", _format_half_interval, right=True, priority=2, optional=True),
+        *_shared_columns(records, True, say),
         ColumnSpec(
             "MFU",
             lambda row: format_metric("mfu", row.get_mean("mfu")),
@@ -283,14 +319,15 @@ def _result_columns(records: list[Record], say: PageWords) -> RowColumns:
 
 def _time_columns(records: list[Record], say: PageWords) -> RowColumns:
     """Return four columns: rate over wall time, rate over compute time, memory and end-to-end time,
-    each number with its unit; all are optional and of lowest priority.
+    each number with its unit; all are optional and of lowest priority. The columns of rates leave
+    out kinds of work with a single rate, which has a column already.
     """
 
     def make_column(metric_name: Callable[[Record], str]) -> ColumnSpec[SummaryRow]:
         """Return the column of the metric that `metric_name` names for each record; the title joins
-        the different names by a slash.
+        the different names by a slash. An empty name has no metric.
         """
-        title = "/".join(dict.fromkeys(map(metric_name, records)))
+        title = "/".join(dict.fromkeys(filter(None, map(metric_name, records))))
         return ColumnSpec(
             say.get_or_fallback(title, title),
             lambda row: format_metric_with_unit(
@@ -320,29 +357,39 @@ def _headline_rate_names(record: Record) -> tuple[str, str]:
 
     They are those that the table layout of the kind of work has for the pass that
     `find_headline_pass` returns; the kind's usual pair (`whole`, `core`) if it has none for it, or
-    no such pass ran.
+    no such pass ran. Both are empty for a kind of work with a single rate.
     """
     table_layout = load_table_layout(record.task.kind_row)
+    if len(table_layout.rates) == 1:
+        return "", ""
     return table_layout.other.get(
         find_headline_pass(record) or "", (table_layout.whole, table_layout.core)
     )
 
 
 def _energy_column(records: list[Record], say: PageWords) -> ColumnSpec[SummaryRow]:
-    """Return the column of energy per token or per sample, whichever a record's rates count; the
-    unit is the title if all records share it, else the title is `J` and each cell has its unit.
+    """Return the column of energy per token or per sample, whichever a record's rates count, or the
+    metric that its kind of work's layout names; the unit is the title if all records share it, else
+    the title is `J` and each cell has its unit.
     """
-    names = {"tokens": "energy_per_token", "samples": "energy_per_sample"}
+
+    def name_metric(record: Record) -> str:
+        """Return the name of a record's metric of energy."""
+        own = load_table_layout(record.task.kind_row).energy
+        return (
+            own or {"tokens": "energy_per_token", "samples": "energy_per_sample"}[work_name(record)]
+        )
+
     units = {
         metric.unit
         for record in records
-        if (metric := record.metrics.get(names[work_name(record)])) is not None
+        if (metric := record.metrics.get(name_metric(record))) is not None
     }
     title = units.pop() if len(units) == 1 else "J"
 
     def format_energy(row: SummaryRow) -> str:
         """Return a row's energy per token or sample; with its unit if the title has none."""
-        name = names[work_name(row.first_record)]
+        name = name_metric(row.first_record)
         metric = row.get_mean(name)
         return (
             format_metric(name, metric)
@@ -388,6 +435,7 @@ def _summary_elements(
     notes = [say("terminal.unchecked")] if any_unevaluated else []
     without_mfu = all(format_metric("mfu", row.get_mean("mfu")) == UNKNOWN for row in rows)
     notes += _missing_mfu_note(records, say) if without_mfu else []
+    notes += list_unknown_time_notes(records, say)
     notes += [
         words.render_text(item, say.lang)
         for item in shipped_cases.make_counted_flops_notes(records)
@@ -410,8 +458,11 @@ def _summary_elements(
 
 def _missing_mfu_note(records: list[Record], say: PageWords) -> list[str]:
     """Return a note in a list why no run has an MFU, if all records have the same reason; else
-    empty. Texts of each record are derived again from its samples.
+    empty, also if a kind of work among them has none. Texts of each record are derived again from
+    its samples.
     """
+    if not all(load_table_layout(record.task.kind_row).has_mfu for record in records):
+        return []
     mfu_notes = {DerivedTexts(record, say).metric_note("mfu") for record in records}
     return (
         [say("terminal.no_mfu", note) for note in mfu_notes if note] if len(mfu_notes) == 1 else []
@@ -438,7 +489,7 @@ def _status_cell(row: SummaryRow, say: PageWords) -> Cell:
     """
     record = row.first_record
     remarks = {
-        "changed": list_changed_keys(record.case.origins),
+        "changed": [key for key in list_changed_keys(record.case.origins) if not is_load_key(key)],
         "modified": list_modified_parts(record),
         "earlier": list_later_fields(record),
     }
