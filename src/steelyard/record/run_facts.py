@@ -181,8 +181,10 @@ class WeightsFacts(ExtensibleModel):
 
     @property
     def is_trained(self) -> bool:
-        """Return whether the weights come from a checkpoint: neither random nor unknown."""
-        return self.source not in (None, "random")
+        """Return whether the weights come from a checkpoint: neither random nor unknown, as those of
+        a server that was not started here.
+        """
+        return self.source not in (None, "random", "unknown")
 
 
 class DeviceState(ExtensibleModel):

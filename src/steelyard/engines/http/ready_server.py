@@ -111,7 +111,7 @@ def connect_server(job: Job) -> ReadyServer:
         details = {
             "endpoint": hide_credentials(settings.endpoint),
             "is_external": True,
-            "device_declared": settings.device,
+            "device": settings.device,
             "model": Path(model).name,
             "server": owner,
             "version": read_version(client),

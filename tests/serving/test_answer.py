@@ -1,0 +1,183 @@
+"""Answers: tokens by ids, usage or chunks; every channel counts, an empty chunk does not; what is
+no answer has an outcome of its own.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+from steelyard.engine.generation import RequestEnd
+from steelyard.engines.http.answer import Answer, AnswerChunk
+from steelyard.engines.http.event_stream import StreamError
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3}
+DONE = "[DONE]"
+
+
+def text(text: str, **fields: Any) -> dict[str, Any]:
+    """Return a chunk of completions with this text."""
+    finish = fields.pop("finish", None)
+    usage = fields.pop("usage", None)
+    chunk: dict[str, Any] = {"choices": [{"text": text, "finish_reason": finish, **fields}]}
+    return chunk | ({} if usage is None else {"usage": usage})
+
+
+def delta(finish: str | None = None, **fields: Any) -> dict[str, Any]:
+    """Return a chunk of a chat with these fields in its delta."""
+    return {"choices": [{"delta": fields, "finish_reason": finish}]}
+
+
+def read(*objects: Any, asked: int = 3, width: int = 0) -> tuple[list[AnswerChunk], RequestEnd]:
+    """Return the chunks with tokens, and the end, of a stream of these objects."""
+    answer = Answer(asked, 10, width)
+    lines = [one if isinstance(one, str) else json.dumps(one) for one in objects]
+    chunks = [chunk for line in lines for chunk in answer.feed(f"data: {line}\n\n".encode())]
+    return chunks + answer.finish(), answer.end()
+
+
+@pytest.mark.parametrize(
+    ("objects", "tokens", "counted_by", "usage", "said"),
+    [
+        # usage in a chunk of its own, in the last one with text, and beside the finish reason
+        (
+            [
+                text("a"),
+                text("b"),
+                text("c", finish="length"),
+                {"choices": [], "usage": USAGE},
+                DONE,
+            ],
+            *([1, 1, 1], "usage", 3, "abc"),
+        ),
+        ([text("a"), text("bc", finish="length", usage=USAGE), DONE], [1, 1], "usage", 3, "abc"),
+        ([text("abc"), text("", finish="stop", usage=USAGE), DONE], [1], "usage", 3, "abc"),
+        # usage in every chunk: each has as many tokens as it grew by
+        (
+            [
+                text("ab", usage={"completion_tokens": 2}),
+                text("c", usage={"completion_tokens": 3}),
+                text("", finish="length"),
+                DONE,
+            ],
+            *([2, 1], "usage", 3, "abc"),
+        ),
+        ([text("abc", finish="length", usage=USAGE), DONE], [3], "usage", 3, "abc"),
+        ([text("a"), text("b", finish="stop"), DONE], [1, 1], "chunks", None, "ab"),
+        # the end of the connection behind the finish reason is a regular one
+        ([text("a", finish="stop")], [1], "chunks", None, "a"),
+        # chat: the role is no token, and each channel counts
+        (
+            [delta(role="assistant", content=""), delta(content="a"), delta(finish="stop"), DONE],
+            *([1], "chunks", None, "a"),
+        ),
+        ([delta(reasoning_content="why"), delta(content="a"), DONE], [1, 1], "chunks", None, None),
+        ([delta(reasoning="why"), DONE], [1], "chunks", None, None),
+        (
+            [delta(tool_calls=[{"function": {"name": "f", "arguments": ""}}]), DONE],
+            *([1], "chunks", None, None),
+        ),
+        (
+            [delta(tool_calls=[{"function": {"arguments": "{"}}]), delta(tool_calls=[{}]), DONE],
+            *([1], "chunks", None, None),
+        ),
+        ([delta(refusal="no"), DONE], [1], "chunks", None, None),
+    ],
+)
+def test_tokens_are_counted_as_the_server_tells_them(
+    objects: list[Any], tokens: list[int], counted_by: str, usage: int | None, said: str | None
+) -> None:
+    chunks, end = read(*objects)
+    assert [chunk.tokens for chunk in chunks] == tokens
+    assert (end.outcome, end.counted_by, end.output_tokens, end.text) == (
+        *("ok", counted_by, usage, said),
+    )
+
+
+def test_ids_count_before_text_and_usage() -> None:
+    chunks, end = read(
+        text("a", token_ids=[5, 6]),
+        text("", token_ids=[7]),  # its text is held back
+        text("bc", finish="length"),  # and comes here
+        {"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": 9}},
+        DONE,
+    )
+    assert chunks == [AnswerChunk(2, (5, 6)), AnswerChunk(1, (7,))]
+    assert end == RequestEnd("ok", None, 4, 9, "ids", None)
+
+
+def test_ids_follow_from_words_of_one_width() -> None:
+    chunks, end = read(text("t012"), text(" t3"), text("45 t001 t"), text("002"), DONE, width=4)
+    assert chunks == [AnswerChunk(1, (12,)), AnswerChunk(2, (345, 1)), AnswerChunk(1, (2,))]
+    assert (end.counted_by, end.text) == ("ids", None)
+    with pytest.raises(StreamError, match="not a word of this model's vocabulary: 'x012'"):
+        read(text("x012"), width=4)
+
+
+@pytest.mark.parametrize(
+    ("objects", "outcome"),
+    [
+        ([text("a")], "cut"),
+        ([], "cut"),
+        ([DONE], "empty"),
+        ([delta(role="assistant"), delta(finish="stop", content=""), DONE], "empty"),
+        ([text("", finish="stop"), {"choices": [], "usage": USAGE}, DONE], "empty"),
+    ],
+)
+def test_an_end_that_is_none_or_has_no_token_is_no_success(
+    objects: list[Any], outcome: str
+) -> None:
+    assert read(*objects)[1].outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("line", "outcome"),
+    [
+        ("{", "garbage"),
+        ("[1]", "garbage"),
+        ("[" * 100_000, "garbage"),
+        ('{"choices": 3}', "garbage"),
+        ('{"choices": ["a"]}', "garbage"),
+        ('{"message": "hello"}', "garbage"),
+        ('{"error": {"message": "out of memory"}}', "failed"),
+        ('{"object": "error", "message": "no"}', "failed"),
+    ],
+)
+def test_what_is_no_answer_has_an_outcome(line: str, outcome: str) -> None:
+    with pytest.raises(StreamError) as caught:
+        read(line)
+    assert caught.value.outcome == outcome
+
+
+def test_more_tokens_than_any_right_answer_are_a_flood() -> None:
+    assert read(*[text("a")] * 70, DONE)[1].outcome == "ok"
+    with pytest.raises(StreamError, match="more than 70 tokens"):
+        read(*[text("a")] * 71, DONE)
+    with pytest.raises(StreamError, match="more than 70 tokens"):
+        read(text("a", token_ids=[*range(71)]))
+
+
+@pytest.mark.parametrize("number", [True, -1, 1.5, "3", 1 << 40, None])
+def test_odd_numbers_of_usage_are_ignored(number: Any) -> None:
+    usage = {"completion_tokens": number, "prompt_tokens": number}
+    end = read(text("a", usage=usage), DONE)[1]
+    assert (end.output_tokens, end.prompt_tokens, end.counted_by) == (None, None, "chunks")
+
+
+def test_cached_tokens_and_distances_are_kept() -> None:
+    answer = Answer(3, 10)
+    objects = [
+        text("a", logprobs={"token_logprobs": [-1.5], "top_logprobs": [{"a": -1.5, "b": -1.0}]}),
+        text("b", logprobs={"token_logprobs": [-0.5], "top_logprobs": [{"b": -0.5}]}),
+        text("c", logprobs={"token_logprobs": [None], "top_logprobs": [None]}),
+        {"choices": [], "usage": USAGE | {"prompt_tokens_details": {"cached_tokens": 6}}},
+        delta(content="d") | {},
+    ]
+    objects[-1]["choices"][0]["logprobs"] = {
+        "content": [{"logprob": -2.0, "top_logprobs": [{"logprob": -1.25}, {"logprob": -2.0}]}]
+    }
+    for value in objects:
+        answer.feed(f"data: {json.dumps(value)}\n\n".encode())
+    assert answer.cached_tokens == 6
+    distances = answer.distances
+    assert (distances.compared, distances.exact, distances.largest) == (3, 1, 0.75)
