@@ -499,9 +499,9 @@ SERVERS = frozenset(("transformers-serve", "vllm"))  # engines that are rows of 
 ENGINES = SERVERS | {
     path.name for path in (SRC / "engines").iterdir() if (path / "__init__.py").exists()
 }
-# An engine that is also the key of a case with published rows; a task that is also a kind of work,
-# a pass and a method of transformers.
-HOMONYMS = {"engine": {"reference"}, "task": {"generate"}}
+# Engines that are also the key of a case with published rows, and a protocol; a task that is also a
+# kind of work, a pass and a method of transformers.
+HOMONYMS = {"engine": {"reference", "http"}, "task": {"generate"}}
 ROW_FILES = {"vendor": "accelerators/", "task": "tasks/", "engine": "engine/engine_rows.py"}
 # Kind of name → room → names that may stand there nevertheless, and why.
 ALLOWED: dict[str, dict[str, tuple[set[str], str]]] = {
@@ -540,6 +540,10 @@ ALLOWED: dict[str, dict[str, tuple[set[str], str]]] = {
             "the default engines, packages, and a format of checkpoints",
         ),
         "engines.flagscale": ({"megatron", "torch"}, "FlagScale trains with Megatron, on torch"),
+        "engines.http": (
+            {"transformers", *SERVERS},
+            "the servers that it starts, and their packages",
+        ),
         "metrics": ({"torch"}, "a package that `steelyard check` looks for"),
         "report": ({"torch"}, "packages that are frameworks"),
         "run": ({"torch", "transformers"}, "packages, and the framework of `steelyard spec`"),
