@@ -17,6 +17,7 @@ MAX_CONCURRENCY = 100_000
 # Requests of a run whose case names no number. 64 are the fewest for a 90th percentile
 # (metrics/percentiles.py); ten for each slot leave eight turns after the ramp-up.
 MIN_REQUESTS, REQUESTS_PER_SLOT, OFFLINE_REQUESTS = 64, 10, 256
+MAX_DEFAULT_REQUESTS = 1_000_000  # what a record has room for (record/request_samples.py)
 MODE_FIELDS: dict[str, tuple[str, ...]] = {
     "offline": (),
     "concurrency": ("concurrency",),
@@ -87,13 +88,14 @@ class Load(FrozenModel):
     def count_default_requests(self, min_time_s: float | None) -> int:
         """Return how many requests a run sends whose case and command line name no number: 256
         offline, else at least 64, ten for each slot of a closed loop, and as many as an open loop
-        sends in `min_time_s` (None: no least time).
+        sends in `min_time_s` (None: no least time), at most a million.
         """
         if self.mode == "offline":
             return OFFLINE_REQUESTS
         if self.concurrency is not None:
             return max(MIN_REQUESTS, REQUESTS_PER_SLOT * self.concurrency)
-        return max(MIN_REQUESTS, int((self.rate or 0.0) * (min_time_s or 0.0)) + 1)
+        arriving = int((self.rate or 0.0) * (min_time_s or 0.0)) + 1
+        return min(max(MIN_REQUESTS, arriving), MAX_DEFAULT_REQUESTS)
 
     @property
     def name(self) -> str:

@@ -168,6 +168,7 @@ class RequestLoop:
         self._lags_s: array[float] = array("d")
         self._open = self._ended = self._failures = self._chunks = self._asked_tokens = 0
         self._planned = self._reserve = 0
+        self._is_timed = load.mode == "concurrency" and min_time_s is not None
         self._has_failed = False  # too many requests failed in a row: no more are sent
         self._start = 0.0
         self._client_cpu_s: float | None = None  # None: the engine worked in the same process
@@ -217,8 +218,8 @@ class RequestLoop:
             )
         self._planned = planned
         self._reserve = max(RESERVE, load.concurrency or 0)
-        prompt_tokens = 0
-        while len(self._prepared) < planned and prompt_tokens < MAX_PREPARED_TOKENS:
+        prompt_tokens, ready = 0, max(planned, self._reserve if self._is_timed else 0)
+        while len(self._prepared) < ready and prompt_tokens < MAX_PREPARED_TOKENS:
             prompt_tokens += len(self._prepare_next().prompt)
 
     def _prepare_next(self) -> GenerationRequest:
@@ -230,12 +231,8 @@ class RequestLoop:
     def _needs_prompts(self) -> bool:
         """Return whether fewer requests are ready than the reserve, and more may be sent."""
         ready = len(self._prepared)
-        is_timed = self._load.mode == "concurrency" and self._min_time_s is not None
-        return (
-            ready < self._reserve
-            and (is_timed or len(self._states) + ready < self._planned)
-            and self._has_more()
-        )
+        is_short = self._is_timed or len(self._states) + ready < self._planned
+        return ready < self._reserve and is_short and self._has_more()
 
     def _submit_due(self, port: RequestPort) -> bool:
         """Hand in the requests that are due, at most `BURST`, and return whether any are still to
@@ -244,18 +241,18 @@ class RequestLoop:
         for _ in range(BURST):
             if not self._has_more():
                 return False
-            now_s = self._clock() - self._start
-            if not self._free_slots or (self._arrivals and self._arrivals[0] > now_s):
+            # added up as in `_wait`, or rounding could leave a request due and never sent
+            is_early = bool(self._arrivals) and self._start + self._arrivals[0] > self._clock()
+            if is_early or not self._free_slots:
                 return True
             free_s = self._free_slots.popleft()
             scheduled_s = self._arrivals.popleft() if self._arrivals else free_s
             if not self._prepared:
                 self._prepare_next()
             request = self._prepared.popleft()
-            sent_s = self._clock() - self._start
-            self._states.append(
-                _RequestState(request, scheduled_s, max(scheduled_s, free_s), sent_s)
-            )
+            due_s = max(scheduled_s, free_s)
+            sent_s = max(due_s, self._clock() - self._start)
+            self._states.append(_RequestState(request, scheduled_s, due_s, sent_s))
             self._open += 1
             self._asked_tokens += request.output_tokens
             port.submit(request)
@@ -278,11 +275,11 @@ class RequestLoop:
 
     def _wait(self, port: RequestPort) -> None:
         """Let the port work until the next request is due, at most `TICK_S`, and note how late it
-        returned. If prompts are short, make one first, and let the port work only for what has
-        arrived: the time of the making then counts as being late.
+        returned. If requests are due already or prompts are short (one is then made first), the
+        port reports no more than what has arrived, and all that takes counts as being late.
         """
         begin_s = self._clock()
-        until_s = begin_s + TICK_S
+        until_s, ended = begin_s + TICK_S, self._ended
         if self._needs_prompts():
             self._prepare_next()
             until_s = begin_s
@@ -290,6 +287,9 @@ class RequestLoop:
             due_s = self._start + self._arrivals[0] if self._arrivals else begin_s
             until_s = max(begin_s, min(until_s, due_s))
         port.wait(until_s)
+        while until_s == begin_s and self._ended > ended:  # a port returns at every end
+            ended = self._ended
+            port.wait(until_s)
         late_s = self._clock() - until_s
         if late_s >= 0:
             self._lags_s.append(late_s)
