@@ -21,7 +21,6 @@ from steelyard.tasks.task import NumberForm, Score, Task
 from steelyard.words import Message
 
 GROUP = "steelyard.metrics"
-SHIPPED_RATES = (*RATES, *REQUEST_ROWS)
 FORM_BY_UNIT: dict[str, NumberForm] = {
     "fraction": "percent",
     "share": "percent",
@@ -38,7 +37,8 @@ def list_task_metrics(task: Task) -> list[Metric]:
     `Metric`, or if two metrics of the task have one name: no package replaces another's formula.
     """
     candidates = [
-        *SHIPPED_RATES,
+        *RATES,
+        *REQUEST_ROWS,
         *map(_make_score_metric, task.scores),
         *OTHERS,
         *plugins.load_rows(GROUP, Metric, "metric"),
@@ -123,7 +123,8 @@ def find_metric(metric_name: str, unit: str = "", task: Task | None = None) -> M
     """
     known = [
         *(list_task_metrics(task) if task else []),
-        *SHIPPED_RATES,
+        *RATES,
+        *REQUEST_ROWS,
         *OTHERS,
         *(m for some_task in tasks.load_tasks().values() for m in list_task_metrics(some_task)),
     ]
@@ -145,7 +146,8 @@ def sort_metric_names(names: set[str]) -> list[str]:
     alphabetically.
     """
     all_metrics = [
-        *SHIPPED_RATES,
+        *RATES,
+        *REQUEST_ROWS,
         *(
             m
             for some_task in tasks.load_tasks().values()

@@ -38,6 +38,10 @@ from steelyard.record.request_samples import RequestTable
 from steelyard.words import Message
 
 Phase = Literal["prefill", "decode"]
+PHASE_NAMES: dict[Phase, Message] = {
+    "prefill": Message("phase.prefill"),
+    "decode": Message("phase.decode"),
+}
 STEP_COUNTS = ("prefill_tokens", "sequences", "context_tokens")  # of an engine's own steps
 # how long a stretch of one phase must last, in periods of the telemetry, for its energy to be known
 MIN_STRETCH_PERIODS = 3.0
@@ -95,7 +99,7 @@ def _find_work(record: Record, phase: Phase) -> PhaseWork | Message:
     if steps:
         chosen = [step for step in steps if _classify_step(step) == phase]
         if not chosen:
-            return Message("phase.mixed", {"phase": Message(f"phase.{phase}")})
+            return Message("phase.mixed", {"phase": PHASE_NAMES[phase]})
         return STEP_WORK[phase](record, chosen)
     load = record.question.load
     if load is None or load.concurrency != 1:
@@ -226,9 +230,7 @@ def phase_energy(record: Record, phase: Phase) -> Result:
         if kind == phase and (stretch := list(group))[-1].end_s - stretch[0].start_s >= least_s
     ]
     if not stretches:
-        return Result(
-            None, Message("phase.short", {"phase": Message(f"phase.{phase}"), "least": least_s})
-        )
+        return Result(None, Message("phase.short", {"phase": PHASE_NAMES[phase], "least": least_s}))
     devices = {(item.host, item.device): (item, starts[r]) for r, item in series.items() if item}
     parts = [
         energy.measure_device_energy(item, start + s[0].start_s, start + s[-1].end_s)

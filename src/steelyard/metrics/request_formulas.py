@@ -28,20 +28,27 @@ from steelyard.words import Message
 LatencyName = Literal["ttft", "ttft_sent", "tpot", "e2e", "queue_delay"]
 
 
+def _subtract(later_s: Floats, earlier_s: Floats) -> Floats:
+    """Return the seconds between stamps, which are whole microseconds, without the rounding of
+    their difference.
+    """
+    return np.round(later_s - earlier_s, 6)
+
+
 def _compute_tpot(table: RequestTable) -> Floats:
     """Return the mean seconds of an output token after the first; NaN with fewer than two."""
     gaps = np.where(table.output_tokens >= 2, table.output_tokens - 1, 1)
-    times: Floats = (table.last_s - table.first_s) / gaps
+    times: Floats = _subtract(table.last_s, table.first_s) / gaps
     return np.where(table.output_tokens >= 2, times, np.nan)
 
 
 # Seconds of each request of a table; NaN where a request has no such time.
 LATENCIES: dict[str, Callable[[RequestTable], Floats]] = {
-    "ttft": lambda table: table.first_s - table.scheduled_s,
-    "ttft_sent": lambda table: table.first_s - table.sent_s,
+    "ttft": lambda table: _subtract(table.first_s, table.scheduled_s),
+    "ttft_sent": lambda table: _subtract(table.first_s, table.sent_s),
     "tpot": _compute_tpot,
-    "e2e": lambda table: table.end_s - table.scheduled_s,
-    "queue_delay": lambda table: table.sent_s - table.scheduled_s,
+    "e2e": lambda table: _subtract(table.end_s, table.scheduled_s),
+    "queue_delay": lambda table: _subtract(table.sent_s, table.scheduled_s),
 }
 # offline all requests are issued at once: how long one waits is a matter of its place in the queue
 QUEUED_OFFLINE = ("ttft", "ttft_sent", "e2e", "queue_delay")
@@ -160,7 +167,7 @@ def list_chunk_gaps(table: RequestTable, window: RequestWindow) -> tuple[Floats,
     owner = np.repeat(np.arange(len(table)), np.diff(table.chunk_starts))
     is_later = (np.arange(len(owner)) != table.chunk_starts[owner]) & is_in[owner]
     later = np.flatnonzero(is_later)
-    return table.chunk_s[later] - table.chunk_s[later - 1], owner[later]
+    return _subtract(table.chunk_s[later], table.chunk_s[later - 1]), owner[later]
 
 
 def chunk_gap_percentile(record: Record, percentile: int) -> Result:

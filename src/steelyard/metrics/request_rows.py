@@ -89,7 +89,7 @@ REQUEST_ROWS = (
     _make_row(
         "energy_decode_per_token", "J/token", "lower", phase_formulas.energy_decode_per_token
     ),
-    _make_row("window_requests", "requests", "", request_formulas.count_window_requests),
+    _make_row("window_requests", "", "", request_formulas.count_window_requests),
     _make_row(
         "ramp_time", "s", "", partial(request_formulas.window_time, part="ramp_s"), "seconds"
     ),

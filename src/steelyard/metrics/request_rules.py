@@ -1,12 +1,12 @@
-"""Validity rules of generation: whether every request was answered as asked, with the tokens that
-were counted, by a cold server and a client that kept up.
+"""Validity rules of generation: whether every request was answered, by a cold server and to a
+client that kept up, and whether the run is steady. Those on the answers are in answer_rules.py.
 
 `Kind.rules` names them. Limits on times are not applied at size smoke, which is not a measurement.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from math import ceil, sqrt
+from math import sqrt
 
 import numpy as np
 
@@ -23,19 +23,9 @@ from steelyard.metrics.request_window import (
 )
 from steelyard.metrics.result import Finding, make_check, make_failed_check, make_note
 from steelyard.record.record import Record, Value
-from steelyard.record.request_samples import Ints, RequestSamples, RequestTable
-from steelyard.tasks.generate.answers import GeneratedTokens, TokenDistances
+from steelyard.record.request_samples import RequestSamples, RequestTable
 from steelyard.words import Message, MessageValues
 
-# Largest distance of a right token from the likeliest one, by precision. Where two logits are
-# nearly equal, the order of additions decides, and batches of other sizes add in another order.
-# These are cautious bounds from the rounding of a logit of size 30 in each type (half a unit in the
-# last place: bf16 0.06, fp16 0.008, fp32 1e-6) and some hundred additions that each round once;
-# they are to be replaced by batch noise measured in each precision.
-ANSWER_TOLERANCE_NATS = {"fp32": 0.01, "tf32": 0.1, "fp16": 0.1, "bf16": 0.5, "fp8": 1.0}
-MIN_CHECKED_SHARE = 0.1  # of the requests (data.prompts.CHECKED_SHARE)
-MAX_TOKEN_DIFFERENCE = 0.01  # share of the tokens by which two ways of counting may differ
-SPECIAL_TOKENS = 4  # that a server may add to a prompt, such as one that begins a text
 MIN_SALT_DIGITS = 16  # hex digits: 64 bits
 MAX_CACHED_SHARE = 0.01  # of the prompts' tokens, in division closed
 MAX_SEND_DELAY_S, MAX_SEND_SHARE = 0.002, 0.01  # mean; the larger of seconds and a share of TTFT
@@ -46,6 +36,7 @@ MAX_CLIENT_CPU_SHARE = 0.8
 US = 1e6
 END_SLACK_S = 0.002  # by which a request may end after its pass, whose clock is read later
 ARRIVAL_DEVIATIONS = 5.0  # standard deviations of a Poisson process
+OUTCOME_CODES: dict[str, str] = {name: f"outcome.{name}" for name in OUTCOMES}
 EOS_WORDS = ("ignore_eos", "min_tokens", "unexpected", "422", "unknown field", "extra")
 
 
@@ -82,7 +73,7 @@ def completed_requests(record: Record, metrics: dict[str, Value]) -> Iterable[Fi
         values = {"count": len(table)}
         return [make_check("completed_requests", True, "requests", "check.requests", values)]
     counts = tuple(
-        Message("requests.outcome", {"count": count, "outcome": Message(f"outcome.{name}")})
+        Message("requests.outcome", {"count": count, "outcome": Message(OUTCOME_CODES[name])})
         for name, count in sorted(bad.items())
     )
     values = {
@@ -103,151 +94,7 @@ def _describe_first_error(samples: RequestSamples, bad: dict[str, int]) -> Messa
     first = samples.errors[0]
     is_on_end = any(word in first.lower() for word in EOS_WORDS)
     hints = "refused" in bad and samples.lengths == "exact" and is_on_end
-    return Message("requests.refused_end" if hints else "requests.error", {"error": first})
-
-
-def asked_lengths(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
-    """Validity rule: yield a check `asked_lengths` (reason `short_output`) that every answer has as
-    many tokens as were asked for, with natural lengths at most so many; and a check
-    `lengths_of_question` (reason `token_counts`) that these lengths are the question's. `metrics`
-    is not used.
-    """
-    found = _find_checked(record)
-    if found is None:
-        return
-    samples, table = found
-    ok, got, asked = table.is_ok, table.output_tokens, table.asked_tokens
-    is_wrong = ok & ((got > asked) if samples.lengths == "natural" else (got != asked))
-    values: MessageValues = {"count": int(ok.sum())}
-    if is_wrong.any():
-        first = int(np.flatnonzero(is_wrong)[0])
-        values |= {
-            "bad": int(is_wrong.sum()),
-            "first": first,
-            "got": int(got[first]),
-            "asked": int(asked[first]),
-        }
-    code = f"check.lengths_{samples.lengths}"
-    yield make_check("asked_lengths", not is_wrong.any(), "short_output", code, values)
-    data = record.question.data
-    bad = [
-        name
-        for name, column in (
-            ("prompt_tokens", table.prompt_tokens),
-            ("output_tokens", table.asked_tokens),
-        )
-        if not _is_within(column, getattr(data, name))
-    ]
-    if samples.lengths != data.lengths:
-        bad.append("lengths")
-    yield make_check(
-        "lengths_of_question",
-        not bad,
-        "token_counts",
-        "check.question_lengths",
-        {"fields": tuple(bad)},
-    )
-
-
-def _is_within(lengths: Ints, rule: object) -> bool:
-    """Return whether all lengths follow a rule of the question: one number, or two bounds; those of
-    the data are not known here.
-    """
-    if isinstance(rule, int):
-        return bool((lengths == rule).all())
-    if isinstance(rule, tuple):
-        return bool(((lengths >= rule[0]) & (lengths <= rule[1])).all())
-    return True
-
-
-def agreeing_tokens(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
-    """Validity rule: yield a check `agreeing_tokens` (reason `token_counts`) that all ways of
-    counting tokens agree; it fails on the first that does not. `metrics` is not used.
-    """
-    found = _find_checked(record)
-    if found is None or not found[1].is_ok.any():
-        return
-    samples, table = found
-    problem = next(_find_count_differences(record, samples, table), None)
-    values: MessageValues = {"how": Message(f"counted.{samples.counted_by}")}
-    if problem is not None:
-        values["problem"] = problem
-    yield make_check(
-        "agreeing_tokens", problem is None, "token_counts", "check.token_counts", values
-    )
-
-
-def _find_count_differences(
-    record: Record, samples: RequestSamples, table: RequestTable
-) -> Iterator[Message]:
-    """Yield a message for each way of counting tokens that disagrees with another: nothing counted
-    them; the chunks of a request with its total; the server's count of a prompt with what was sent;
-    the kept answers with the counts; and, with trained weights, the generated text.
-    """
-    if samples.counted_by == "chunks":
-        yield Message("counted.nothing")
-    sums = np.diff(np.concatenate(([0], np.cumsum(table.chunk_tokens)))[table.chunk_starts])
-    ok = table.is_ok
-    if (sums != table.output_tokens)[ok].any():
-        first = int(np.flatnonzero(ok & (sums != table.output_tokens))[0])
-        values: MessageValues = {
-            "first": first,
-            "chunks": int(sums[first]),
-            "total": int(table.output_tokens[first]),
-        }
-        yield Message("counted.chunk_sums", values)
-    apart = np.abs(table.usage_prompt_tokens - table.prompt_tokens)
-    allowed = np.maximum(MAX_TOKEN_DIFFERENCE * table.prompt_tokens, SPECIAL_TOKENS)
-    wrong = np.flatnonzero(ok & (table.usage_prompt_tokens >= 0) & (apart > allowed))
-    if len(wrong):
-        first = int(wrong[0])
-        values = {
-            "first": first,
-            "theirs": int(table.usage_prompt_tokens[first]),
-            "ours": int(table.prompt_tokens[first]),
-        }
-        yield Message("counted.prompts", values)
-    yield from _compare_answers(record, table)
-    yield from _compare_text(record, samples, table)
-
-
-def _compare_answers(record: Record, table: RequestTable) -> Iterator[Message]:
-    """Yield a message if an answer that was kept has another number of tokens than was counted."""
-    kept = _find_kept_answers(record)
-    if kept is None:
-        return
-    for number, tokens in zip(kept.numbers, kept.tokens, strict=True):
-        counted = int(table.output_tokens[number]) if number < len(table) else 0
-        if counted != len(tokens):
-            yield Message(
-                "counted.answers", {"first": number, "kept": len(tokens), "total": counted}
-            )
-            return
-
-
-def _compare_text(
-    record: Record, samples: RequestSamples, table: RequestTable
-) -> Iterator[Message]:
-    """Yield a message if the generated texts have another number of tokens, by more than 1 %, than
-    were counted, with trained weights. Random weights make tokens that no text has. With natural
-    lengths each answer may have one token that ends it and is no text.
-    """
-    known = table.is_ok & (table.retokenized_tokens >= 0)
-    if not record.weights.is_trained or record.weights.source == "unknown" or not known.any():
-        return
-    text, counted = (
-        int(column[known].sum()) for column in (table.retokenized_tokens, table.output_tokens)
-    )
-    ends = int(known.sum()) if samples.lengths == "natural" else 0
-    if abs(text - counted) > MAX_TOKEN_DIFFERENCE * counted + ends:
-        yield Message("counted.text", {"text": text, "total": counted})
-
-
-def _find_kept_answers(record: Record) -> GeneratedTokens | None:
-    """Return the answers that the record keeps of its headline pass; None if it keeps none."""
-    name, answers = find_headline_pass(record), record.answers
-    kept = getattr(answers, "passes", {}).get(name) if answers is not None else None
-    return kept if isinstance(kept, GeneratedTokens) else None
+    return Message("requests.refused_end" if hints else "requests.first_error", {"error": first})
 
 
 def cold_cache(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
@@ -345,6 +192,7 @@ def _find_trends(record: Record, table: RequestTable, load: Load) -> list[tuple[
     """
     found = find_record_window(record)
     windows = [] if found is None else [found[1]]
+    # beyond capacity so much time goes by until the first end that little is left as a window
     if load.mode == "rate":
         windows.append(_make_whole_window(table))
     for window in windows:
@@ -415,64 +263,6 @@ def count_in_flight(table: RequestTable) -> int:
     order = np.lexsort((changes, times))  # at the same time an end frees the slot first
     # a request that ends as it is sent would be ended first
     return max(0, int(np.cumsum(changes[order]).max()))
-
-
-def right_answers(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
-    """Validity rule: yield a check `right_answers` (reason `wrong_answers`) that no generated token
-    is farther from the likeliest one than the precision explains (`ANSWER_TOLERANCE_NATS`), in all
-    answers that were kept; a note if nothing was checked, with the reason. `metrics` is not used.
-    """
-    pass_name, answers = find_headline_pass(record), record.answers
-    if pass_name is None or _find_checked(record) is None or record.failure is not None:
-        return
-    check_pass = next(
-        (name for name, of in record.task.kind_row.check_passes.items() if of == pass_name), ""
-    )
-    checked = getattr(answers, "passes", {}).get(check_pass) if answers is not None else None
-    if not isinstance(checked, TokenDistances) or not sum(checked.compared):
-        unknown = record.weights.source == "unknown"
-        yield make_note(Message("note.weights_unknown" if unknown else "note.not_checked"))
-        return
-    yield _check_distances(record, checked)
-    kept, requests = _find_kept_answers(record), find_headline_requests(record)
-    least = ceil(MIN_CHECKED_SHARE * int(requests.table.is_ok.sum())) if requests else 0
-    if len(checked.numbers) < least:
-        values: MessageValues = {"checked": len(checked.numbers), "least": least}
-        yield make_note(Message("note.few_checked", values))
-    tokens = {} if kept is None else dict(zip(kept.numbers, map(len, kept.tokens), strict=True))
-    compared = dict(zip(checked.numbers, checked.compared, strict=True))
-    if kept is not None and compared != tokens:
-        values = {"compared": sum(compared.values()), "kept": sum(tokens.values())}
-        yield make_failed_check(
-            "all_answers_checked", "wrong_answers", "check.answers_left", values
-        )
-
-
-def _check_distances(record: Record, checked: TokenDistances) -> Finding:
-    """Return the check that the largest distance of a generated token is within the tolerance of
-    the record's precision.
-    """
-    matmul = record.question.precision.matmul
-    limit = ANSWER_TOLERANCE_NATS[matmul]
-    values: MessageValues = {
-        "requests": len(checked.numbers),
-        "exact": sum(checked.exact) / sum(checked.compared),
-        "precision": matmul,
-        "limit": limit,
-    }
-    known = [value for value in checked.largest if value is not None]
-    if len(known) < len(checked.largest):
-        return make_failed_check(
-            "right_answers", "wrong_answers", "check.answers_not_finite", values
-        )
-    largest = max(known)
-    return make_check(
-        "right_answers",
-        largest <= limit,
-        "wrong_answers",
-        "check.answers",
-        {**values, "largest": largest},
-    )
 
 
 def declared_device(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:

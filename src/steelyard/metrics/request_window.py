@@ -32,6 +32,12 @@ MIN_WINDOW_REQUESTS = 3  # with fewer nothing is said about a run
 COUNTS = ("tokens", "output_tokens", "prompt_tokens")  # of what arrives, beside `samples`
 COMPUTED = ("tokens", "logits", "pairs", "square", "samples")  # from which FLOPs follow
 
+NOTE_CODES = {
+    "concurrency": "window.concurrency",
+    "rate": "window.rate",
+    "offline": "window.offline",
+}
+
 
 @dataclass(frozen=True, eq=False)
 class RequestWindow:
@@ -68,7 +74,7 @@ class RequestWindow:
     def note(self) -> Message:
         """The message that says where the window lies and how it was found."""
         return Message(
-            f"window.{self.mode}",
+            NOTE_CODES[self.mode],
             {
                 "first": int(self.indices[0]),
                 "last": int(self.indices[-1]),

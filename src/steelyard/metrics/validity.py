@@ -17,11 +17,10 @@ from steelyard.metrics import (
     cpu_contention,
     device_readings,
     fitness_rules,
+    interval_rules,
     passes,
     plausibility,
     shipped_cases,
-    standing,
-    stats,
     stragglers,
     training_formulas,
     weights_check,
@@ -437,86 +436,6 @@ def _check_accounted_time(record: Record, metrics: dict[str, Value]) -> Iterator
         )
 
 
-def _check_interval(record: Record, metrics: dict[str, Value]) -> list[Finding]:
-    """Validity rule: return one check `interval` (reason `interval`) that the whole width of the 95
-    % interval of metric `tokens_per_device_s`, as a share of its value, is at most the case's
-    `max_interval`.
-
-    Without an interval the check fails, with reason `few_steps` (the run is unproven) if the span
-    has too few steps for one, else with reason `interval`. Records of formulas before version 5
-    have a note in place of the first. Empty for size smoke, without a value, and, if there is an
-    interval, without a limit.
-    """
-    limit, value = record.case.max_interval, metrics.get(standing.RATE_METRIC)
-    judges_few_steps = (record.formulas or 1) >= standing.FIRST_VERSION_WITH_UNPROVEN
-    if record.case.size == "smoke" or value is None:
-        return []
-    if value.value is None:
-        return _explain_missing_window(record)
-    if value.interval is None and (judges_few_steps or limit is not None):
-        return _explain_missing_interval(record, judges_few_steps)
-    if value.interval is None or limit is None:
-        return []
-    width = (value.interval[1] - value.interval[0]) / value.value
-    message_values: MessageValues = {"width": width, "limit": limit}
-    return [make_check("interval", width <= limit, "interval", "check.interval", message_values)]
-
-
-def _explain_missing_interval(record: Record, judges_few_steps: bool) -> list[Finding]:
-    """Return the finding on a rate without an interval: that its span has too few steps with
-    tokens, as a failed check `interval` with reason `few_steps` if `judges_few_steps`, else as a
-    note; or, with enough of them, a failed check with reason `interval`. Nothing on too few steps
-    of a run that failed.
-    """
-    rate_span = passes.find_rate_span(record)
-    if rate_span is not None and rate_span.slices is not None:
-        return _explain_few_slices(record, rate_span.slices.count)
-    step_counts = {} if rate_span is None else rate_span.steps
-    working = [
-        step for steps in step_counts.values() for step in steps if step.counts.get("tokens")
-    ]
-    if not judges_few_steps:
-        if len(working) < stats.MIN_STEPS * passes.count_devices(record):
-            return [make_note(Message("note.few_batches"))]
-        return [make_failed_check("interval", "interval", "check.interval_open", {})]
-    slowest = [] if rate_span is None else step_counts.get(rate_span.slowest_rank, [])
-    count = sum(1 for step in slowest if step.counts.get("tokens"))
-    if count >= stats.MIN_STEPS:
-        return [make_failed_check("interval", "interval", "check.interval_open", {})]
-    if record.failure is not None:
-        return []
-    least = stats.MIN_STEPS_FOR_STEADY_INTERVAL if record.task.kind_row.steady else stats.MIN_STEPS
-    return [
-        make_failed_check(
-            "interval", standing.UNPROVEN_CODE, "check.few_steps", {"count": count, "least": least}
-        )
-    ]
-
-
-def _explain_missing_window(record: Record) -> list[Finding]:
-    """Return a failed check `interval` with reason `few_steps` if a pass of requests ended without
-    a window, because it has too few requests for one; else nothing. Nothing on a run that failed,
-    or whose requests did.
-    """
-    pass_name = passes.find_headline_pass(record)
-    if pass_name not in record.task.kind_row.request_passes or record.failure is not None:
-        return []
-    return [make_failed_check("interval", standing.UNPROVEN_CODE, "check.no_window", {})]
-
-
-def _explain_few_slices(record: Record, count: int) -> list[Finding]:
-    """Return the finding on a rate of requests without an interval: that its window has too few
-    turns of the load, as a failed check `interval` with reason `few_steps`; or, with enough of
-    them, one with reason `interval`. Nothing on a run that failed.
-    """
-    if count >= stats.MIN_STEPS:
-        return [make_failed_check("interval", "interval", "check.interval_open", {})]
-    if record.failure is not None:
-        return []
-    values: MessageValues = {"count": count, "least": stats.MIN_STEPS}
-    return [make_failed_check("interval", standing.UNPROVEN_CODE, "check.few_turns", values)]
-
-
 def _check_devices(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Validity rule: check the telemetry of each device during the judged passes for clock
     slowdowns and other processes. Nothing for size smoke, and for hardware that is only declared;
@@ -764,7 +683,7 @@ RULES: tuple[ValidityRule, ...] = (
     ),
     *(
         clock_checks.check_reported_times,
-        _check_interval,
+        interval_rules.check_interval,
         _check_devices,
         fitness_rules.note_device_settings,
         cpu_contention.check_contention,

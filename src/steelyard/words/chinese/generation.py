@@ -169,7 +169,7 @@ TEXTS: dict[str, str] = {
     "outcome.failed": "失败",
     "outcome.missing": "缺失",
     "requests.no_error": "未保留错误文本",
-    "requests.error": "首个错误：{error}",
+    "requests.first_error": "首个错误：{error}",
     "requests.refused_end": (
         "首个错误：{error}；若服务器不能忽略文本结束 token，请设置 question.data.lengths=natural"
     ),
@@ -214,11 +214,11 @@ TEXTS: dict[str, str] = {
     "note.client_slow": "客户端跟不上负载：{what}",
     "note.no_client_facts": "记录未说明客户端是否跟得上负载",
     "check.steady.ok": (
-        "时延没有漂移：{name} 的中位数在前三分之一请求为 {first:.4g} 秒，后三分之一为 {last:.4g} 秒"
+        "时延平稳：{name} 的中位数在前三分之一请求为 {first:.4g} 秒，后三分之一为 {last:.4g} 秒"
     ),
     "check.steady.bad": (
         "运行没有稳态部分：{name} 的中位数在前三分之一请求为 {first:.4g} 秒，后三分之一为 "
-        "{last:.4g} 秒；负载可能超出服务器能力"
+        "{last:.4g} 秒；负载可能超出服务器能力，或运行过短"
     ),
     "note.trace": "请求按轨迹到达，其本身未必平稳",
     "check.possible_requests.ok": "请求的各时间彼此一致，且与负载相符",
@@ -247,4 +247,8 @@ TEXTS: dict[str, str] = {
         "窗口内负载仅轮转 {count} 次；至少需要 {least} 次才能以 95 % 置信区间证实速率，或重复三"
         "次运行"
     ),
+    "items.request": "个请求",
+    "unit.requests/s": "请求/s",
+    "unit.requests/J": "请求/J",
+    "unit.J/request": "J/请求",
 }

@@ -260,7 +260,7 @@ TEXTS: dict[str, str] = {
     "outcome.failed": "failed",
     "outcome.missing": "missing",
     "requests.no_error": "no error text was kept",
-    "requests.error": "the first error: {error}",
+    "requests.first_error": "the first error: {error}",
     "requests.refused_end": (
         "the first error: {error}; if the server cannot ignore its end-of-text token, set "
         "question.data.lengths=natural"
@@ -332,13 +332,13 @@ TEXTS: dict[str, str] = {
     "note.client_slow": "the client did not keep up: {what}",
     "note.no_client_facts": "the record does not say how well the client kept up",
     "check.steady.ok": (
-        "latencies do not drift: {name} has a median of {first:.4g} s in the first third of "
-        "the requests and of {last:.4g} s in the last"
+        "latencies are steady: {name} has a median of {first:.4g} s in the first third of the "
+        "requests and of {last:.4g} s in the last"
     ),
     "check.steady.bad": (
         "no part of the run is steady: {name} has a median of {first:.4g} s in the first third "
         "of the requests and of {last:.4g} s in the last; the load may be beyond what the "
-        "server can do"
+        "server can do, or the run too short"
     ),
     "note.trace": "requests arrive by a trace, which is as steady as it is",
     "check.possible_requests.ok": (
@@ -383,4 +383,8 @@ TEXTS: dict[str, str] = {
         "the window has {count} turns of the load; at least {least} are needed to prove the "
         "rate by a 95 % interval, or three repeats"
     ),
+    "items.request": "requests",
+    "unit.requests/s": "requests/s",
+    "unit.requests/J": "requests/J",
+    "unit.J/request": "J/request",
 }
