@@ -114,14 +114,4 @@ CASES: dict[str, str] = {
     "83 TFLOP/s, over four times the A100's fp32 peak: it can only be TF32; MFU over 156 TFLOP/s": (
         "83 TFLOP/s，超过 A100 的 fp32 峰值四倍以上，只可能是 TF32；MFU 按 156 TFLOP/s 计算"
     ),
-    "Llama-2-7B continues OpenWebText": "Llama-2-7B 续写 OpenWebText",
-    (
-        "Generation: runs of 1,024 tokens of OpenWebText documents are continued by 256 tokens"
-        " each, greedily, under a load of requests."
-    ): "生成：在请求负载下，对 OpenWebText 文档中 1,024 个 token 的片段各贪心续写 256 个 token。",
-    "Llama-3.1-8B generates": "Llama-3.1-8B 生成",
-    (
-        "Generation: prompts of 1,024 seeded token ids are continued by 256 tokens each, greedily,"
-        " under a load of requests."
-    ): "生成：在请求负载下，对由种子生成的 1,024 个 token id 的提示词各贪心续写 256 个 token。",
 }
