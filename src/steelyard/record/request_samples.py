@@ -170,8 +170,9 @@ class RequestSamples(GrownModel):
 
     pass_name: str = Field(alias="pass")
     rank: int = Field(ge=0)
-    count: int = Field(ge=0, le=MAX_REQUESTS)
-    chunks: int = Field(ge=0, le=MAX_CHUNKS)
+    # strict: `check_declared_totals` adds up what is stated as a number, and nothing else is one
+    count: int = Field(ge=0, le=MAX_REQUESTS, strict=True)
+    chunks: int = Field(ge=0, le=MAX_CHUNKS, strict=True)
     columns: dict[str, PackedInts]
     definitions: dict[str, str]
     counted_by: CountedBy
