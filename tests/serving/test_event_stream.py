@@ -4,7 +4,8 @@ import pytest
 
 from steelyard.engines.http.event_stream import EventStream, StreamError, StreamLimits
 
-STREAM = b': ping\r\ndata: {"a": 1}\r\n\r\nevent: x\nid: 3\ndata:b\ndata: c\n\nretry: 5\n\ndata: [DONE]\n\n'
+STREAM = b': ping\r\ndata: {"a": 1}\r\n\r\nevent: x\nid: 3\ndata:b\ndata: c\n\n'
+STREAM += b"retry: 5\n\ndata: [DONE]\n\n"
 EVENTS = [b'{"a": 1}', b"b\nc", b"[DONE]"]
 
 

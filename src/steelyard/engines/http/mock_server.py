@@ -29,7 +29,8 @@ class Script:
     ("same"), or in none ("none"); `ids`: tokens have ids where they are asked for, `stamps`: the
     ids are the microseconds of the loop's clock when a chunk is written. `early`: so many tokens
     fewer than asked; `channel`: the field of a chat's text; `cached`: tokens of each prompt that
-    its cache is said to have had; `vocab`: the first id that it does not generate.
+    its cache is said to have had; `vocab`: the first id that it does not generate; `distance`: by
+    how many nats another token is likelier than the first.
 
     `fault`, after `fault_after` requests: "status" (answer with `status`), "die", "hang" (no answer
     at all), "slow" (headers after `slow_s`), "cut" (in the midst of the stream), "garbage",
@@ -48,6 +49,7 @@ class Script:
     early: int = 0
     channel: str = "content"
     cached: int = -1
+    distance: float = 0.0
     vocab: int = 1 << 30
     fault: str = ""
     fault_after: int = 0
@@ -241,7 +243,7 @@ class MockServer:
                 for token in tokens
             ]
         if body.get("logprobs"):
-            tops = [{"a": -0.5, "b": -0.25 - 0.25 * (token == 0)} for token in tokens]
+            tops = [{"a": -0.5, "b": -0.5 + self.script.distance * (not i)} for i in tokens]
             choice["logprobs"] = {"token_logprobs": [-0.5] * count, "top_logprobs": tops}
         return choice
 

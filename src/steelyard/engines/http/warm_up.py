@@ -71,7 +71,7 @@ def choose_format(
         if not _is_refusal(natural_end):
             raise RequestError(
                 "the server cannot ignore the end of a text, so that answers are shorter than asked"
-                f" ({why}); set --set question.data.lengths=natural"
+                f" ({why}); run with --set question.data.lengths=natural"
             )
     raise RequestError(f"the server refuses requests of this case: {why}")
 
