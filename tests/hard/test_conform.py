@@ -14,6 +14,7 @@ from fixtures import report
 from fixtures.attacks import Attacks
 from fixtures.commands import CASE, SMOKE, Shell, install_faulty_engine
 from fixtures.liars import install_liar_engine
+from steelyard.cli import conform_runs
 from steelyard.engine import engine_rows
 from steelyard.engine.engine_rows import TRANSFORMERS, EngineRow, FrameworkRow
 from steelyard.metrics.proportion_checks import SAVING_NAME
@@ -199,6 +200,7 @@ def test_unfinished_run_gives_no_conformity_result(
     [
         (("torch",), "engine 'torch' is the reference; name another engine"),
         (("none",), "no engine 'none'; known:"),
+        (("http",), "engine 'http' asks a server with weights of its own"),
         (("reference", "--case", OPENWEBTEXT), f"engine 'reference' does not run {OPENWEBTEXT}"),
     ],
 )
@@ -246,6 +248,10 @@ def test_result_is_stored_only_for_code_that_stays_the_same(
         return record, Path()
 
     monkeypatch.setattr("steelyard.cli.conform_runs.run_case", run_case)
+    monkeypatch.setattr(
+        "steelyard.cli.conform._resolve_cases",
+        lambda row, names: [conform_runs.resolve_smoke(OPENWEBTEXT)] * 2,
+    )
     result = shell.run_in_process("conform", "transformers", "--json")
     assert (result.code, result.json()["conforms"]) == (0, True)
     assert len(asked) >= 2

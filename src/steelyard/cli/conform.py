@@ -6,7 +6,7 @@ time of several; `run/conformity.py` stores the result.
 """
 
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from steelyard.case import resolve
@@ -19,7 +19,7 @@ from steelyard.cli.printing import align_columns, print_json, print_stderr, prin
 from steelyard.engine import engine_rows
 from steelyard.engine.engine_rows import EngineRow
 from steelyard.errors import RequestError
-from steelyard.metrics import conform_checks, proportion_checks
+from steelyard.metrics import conform_checks, conform_generation, proportion_checks
 from steelyard.metrics.conform_checks import ConformCheck
 from steelyard.record.record import Record
 from steelyard.run import conformity
@@ -34,7 +34,8 @@ def compare_with_torch(
     The result is stored in the user's cache for later records, unless a run failed, or only some
     cases were run and all agree. Records go to a temporary folder and are deleted. Raise
     RequestError for settings other than engine.KEY, for an unknown engine, engine torch itself, and
-    engines that run a program of their own (`checkout`); KeyboardInterrupt if a run is interrupted.
+    engines that run a program of their own (`checkout`) or ask a server that is not started here;
+    KeyboardInterrupt if a run is interrupted.
     """
     row = engine_rows.find_engine(engine)
     engine_paths, others = split_engine_settings(settings)
@@ -48,6 +49,11 @@ def compare_with_torch(
     if row.checkout:
         raise RequestError(
             f"engine {engine!r} has its own weights and rows, so its steps cannot be compared"
+        )
+    if row.endpoint:
+        raise RequestError(
+            f"engine {engine!r} asks a server with weights of its own, so its answers cannot be"
+            " compared; name the engine that starts such a server"
         )
     chosen = _resolve_cases(row, cases)
     with tempfile.TemporaryDirectory(prefix="steelyard-conform-") as folder:
@@ -120,8 +126,11 @@ class _Comparison:
     def compare(self, resolved: ResolvedCase) -> None:
         """Run a case with both engines and add the rows of the comparison; if its passes can change
         their order, run it again with the engine, over other rows first and in the other order, and
-        add the rows of the same answers.
+        add the rows of the same answers. Generation is compared by `_compare_generation`.
         """
+        if resolved.case.question.kind_row.check_passes:
+            self._compare_generation(resolved)
+            return
         limits = conform_runs.limit_compared(resolved)
         resolved, ours = self._run_yardstick(resolved, limits)
         theirs = self._keep(self._tested.run(resolved, limits))
@@ -147,6 +156,24 @@ class _Comparison:
                     break
                 timed.append(self._keep(self._tested.run(widened, limits)))
             self.rows += proportion_checks.check_proportion(timed, [ours, theirs])
+
+    def _compare_generation(self, resolved: ResolvedCase) -> None:
+        """Run a case of generation with the engine, with other seeds until its answers differ from
+        request to request, and the same requests again one at a time; add the rows on its answers,
+        which engine torch has checked in the first run.
+        """
+        limits = RunLimits(salt=conform_runs.GENERATION_SALT)
+        for seed in conform_runs.WEIGHT_SEEDS:
+            seeded = conform_runs.change_smoke(resolved, [f"question.seed={seed}"])
+            answered = self._keep(self._tested.run(seeded, limits))
+            is_varied = conform_generation.has_different_answers(answered)
+            if answered.status == "failed" or is_varied:
+                break
+        alone = conform_runs.change_smoke(seeded, list(conform_runs.ONE_AT_A_TIME))
+        passes = tuple(resolved.case.question.kind_row.headline)
+        limits = replace(limits, label="(one request at a time)", passes=passes)
+        again = self._keep(self._tested.run(alone, limits))
+        self.rows += conform_generation.check_generation(answered, again)
 
     def _run_yardstick(
         self, resolved: ResolvedCase, limits: RunLimits

@@ -33,13 +33,18 @@ REPEATED_SHARE = 1 / 2  # of the rows, computed in two passes: as much work as a
 # tenth of a second of CPU time.
 LARGEST_S = 1.5
 MAX_FACTOR = 64  # by which a model of size smoke is widened
+# Of generation: the salt of all runs, so that they send the same prompts; and the load of the run
+# that must answer as the others do, one request at a time.
+GENERATION_SALT = "c0" * 16
+ONE_AT_A_TIME = ("load.mode=concurrency", "load.concurrency=1")
 
 
 @dataclass(frozen=True)
 class RunLimits:
     """How much of a case one run computes, and in which order: `passes` (None: all of the task),
     `sample` rows and `steps` (None: all), and `rehearsed_rows`, ids that the worker computes before
-    (None: none). `label` is shown behind case and engine while it runs.
+    (None: none); `salt` is that of the prompts of generation (None: one drawn for the run). `label`
+    is shown behind case and engine while it runs.
     """
 
     label: str = ""
@@ -47,6 +52,7 @@ class RunLimits:
     sample: int | None = None
     steps: int | None = None
     rehearsed_rows: tuple[str, ...] | None = None
+    salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class ConformRunner:
             sample=limits.sample,
             steps=limits.steps,
             rehearsed_rows=limits.rehearsed_rows,
+            salt=limits.salt,
             out=self.folder,
             identify=self.engine != YARDSTICK,
         )

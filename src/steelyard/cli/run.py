@@ -177,8 +177,9 @@ def conform(
 
     Both run every case at size smoke. It compares loss and gradient norm of steps 1 and 2, scores,
     answers, counts, weights and parameters, each with a tolerance; scores also over other rows and
-    with the passes reversed. On a CPU, the CPU time of three sizes must grow with the work. Records
-    of this version of the engine say the result. Exit code 0: it conforms; 1: it does not.
+    with the passes reversed; generated tokens with what torch finds likeliest, and with those of
+    one request at a time. On a CPU, the CPU time of three sizes must grow with the work. Records of
+    this version of the engine say the result. Exit code 0: it conforms; 1: it does not.
 
     \b
     Examples:
