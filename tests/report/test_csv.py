@@ -29,7 +29,7 @@ IDENTITY = (
         "rows",
         "sample",
     ),
-    *("steps", "engine", "engine_mark"),
+    *("steps", "load", "requests", "engine", "engine_mark"),
     *(
         "engine_version",
         "framework",
@@ -68,6 +68,8 @@ def test_a_record_is_one_row() -> None:
         "rows": "",
         "sample": "",
         "steps": "",
+        "load": "",
+        "requests": "",
         "engine": "torch",
         "engine_mark": "ours",
         "engine_version": "2.11.0",

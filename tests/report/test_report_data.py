@@ -46,6 +46,7 @@ def test_the_summary_has_a_row_a_run() -> None:
         "division": "closed",
         "precision": "bf16",
         "scope": {"kind": "full", "sample": None, "steps": None},
+        "load": None,
         "engine": "torch",
         "engine_mark": "ours",
         "engine_version": "2.11.0",

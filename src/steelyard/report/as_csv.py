@@ -41,6 +41,8 @@ IDENTITY = (
     *(
         "sample",
         "steps",
+        "load",
+        "requests",
         "engine",
         "engine_mark",
         "engine_version",

@@ -221,6 +221,7 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
             say("side.scope"),
             priority=3,
         ),
+        *_layout_columns(layout, False, say),
         ColumnSpec(
             say("side.rate"),
             _choose_by_row(
@@ -231,7 +232,7 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
             right=True,
             strong=True,
         ),
-        *_layout_columns(layout, say),
+        *_layout_columns(layout, True, say),
         ColumnSpec(
             metric_row(metric).heading,
             _choose_by_row(
@@ -269,11 +270,11 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
 
 
 def _layout_columns(
-    layout: TableLayout, say: PageWords
+    layout: TableLayout, of_metrics: bool, say: PageWords
 ) -> list[ColumnSpec[ComparedRuns | PublishedRow]]:
-    """Return the columns of the comparison table that depend on the kind of work: MFU if it has
-    one, then those that its layout shares (`TableLayout.shared`), such as the load and the times of
-    generation.
+    """Return the columns of the comparison table that depend on the kind of work: settings that its
+    layout shares (`TableLayout.shared`), such as the load of generation, or (`of_metrics`) MFU if
+    it has one, and shared metrics, such as times.
     """
     mfu = ColumnSpec[ComparedRuns | PublishedRow](
         say("side.mfu"),
@@ -300,7 +301,8 @@ def _layout_columns(
             priority=2 if field.times else 1,
         )
 
-    return [*([mfu] if layout.has_mfu else []), *map(shared_column, layout.shared)]
+    chosen = [field for field in layout.shared if bool(field.metrics) == of_metrics]
+    return [*([mfu] if layout.has_mfu and of_metrics else []), *map(shared_column, chosen)]
 
 
 def format_shared_field(field: TableField, records: Sequence[Record]) -> str:

@@ -21,6 +21,7 @@ from steelyard.metrics.metric_table import find_metric as metric_row
 from steelyard.metrics.repeat_groups import RATE_NAME, MetricSpread, RepeatGroup
 from steelyard.metrics.scaling_groups import ScalingGroup, ScalingRow
 from steelyard.record.record import Record
+from steelyard.report.columns import load_table_layout
 from steelyard.report.document import (
     UNKNOWN_CELL,
     Cell,
@@ -433,7 +434,12 @@ def _engines_elements(
             ratio_cell,
             right=True,
         ),
-        ColumnSpec(say("engines.mfu"), lambda row: format_number("percent", row.mfu), right=True),
+        ColumnSpec(
+            say("engines.mfu"),
+            lambda row: format_number("percent", row.mfu),
+            right=True,
+            optional=not load_table_layout(first_record.task.kind_row).has_mfu,
+        ),
         ColumnSpec(
             say("engines.mem"),
             lambda row: format_number("gib", row.mem),

@@ -318,7 +318,7 @@ def _time_chart(
             PlottedPoint(
                 x,
                 time_s * factor,
-                point.load if percentile == "p50" and index == 0 else "",
+                "",  # the ticks of the axis name the loads
                 _append_status(
                     say(
                         "load.point.time", one.name, point.load, percentile, format_times([time_s])

@@ -9,10 +9,10 @@ from typing import Any
 
 from steelyard.metrics import estimates
 from steelyard.record.record import Record
-from steelyard.report.columns import load_table_layout
 from steelyard.report.numbers import UNKNOWN
 from steelyard.schema import to_canonical_json
 
+STATISTICS = ("mean", "p50", "p90", "p99")  # ends of the names of latencies
 LOAD_KEY = "question.load"  # the dotted key of the load in a case
 # What runs of one load curve have in common beside the question without its load. How many requests
 # were sent follows from the load.
@@ -83,7 +83,10 @@ def has_load(record: Record) -> bool:
     return record.question.load is not None
 
 
-def is_shown_in_milliseconds(record: Record, metric_name: str) -> bool:
-    """Return whether pages show a metric of this record in ms where it is below a second."""
-    fields = load_table_layout(record.task.kind_row).fields
-    return any(field.times and metric_name in field.metrics for field in fields)
+def is_latency(record: Record, metric_name: str) -> bool:
+    """Return whether a metric is the mean or a percentile of a time of this record's requests,
+    which pages show in ms where it is below a second.
+    """
+    stored = record.metrics.get(metric_name)
+    is_time = stored is not None and stored.unit == "s"
+    return has_load(record) and is_time and metric_name.rpartition("_")[2] in STATISTICS

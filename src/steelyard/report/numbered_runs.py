@@ -328,7 +328,8 @@ def list_case_changes(record: Record) -> list[str]:
 
 def record_identity(record: Record) -> dict[str, Any]:
     """Return what a record is under the names that CSV and JSON use (as_csv.IDENTITY), from `id` to
-    `quality_evaluated`: case, scope (as kind, subjects, rows, sample and steps), engine and its
+    `quality_evaluated`: case, scope (as kind, subjects, rows, sample and steps; of generation load
+    and requests), engine and its
     mark, versions, accelerator, plan, weights, packages of others, status, quality metric; None for
     what is unknown.
 
@@ -352,6 +353,8 @@ def record_identity(record: Record) -> dict[str, Any]:
         "rows": scope.rows,
         "sample": scope.sample,
         "steps": scope.steps,
+        "load": format_load(record) if has_load(record) else None,
+        "requests": scope.requests,
         "engine": record.engine.name,
         "engine_mark": find_engine_mark(record),
         "engine_version": None if engine is None else engine.version,

@@ -210,13 +210,16 @@ def _join_points(
 ) -> tuple[Segment, ...]:
     """Return the segments of a series' line. That of "steps" begins at the left edge, keeps each
     y up to its point and falls there to the next, at last to 0; that of "straight" joins
-    neighbouring solid points.
+    neighbours that are both solid.
     """
     if series.line == "none":
         return ()
     if series.line == "straight":
-        solid = [(x(point.x), y(point.y)) for point in series.points if point.solid]
-        return tuple(_make_segment(one, other) for one, other in pairwise(solid))
+        return tuple(
+            _make_segment((x(one.x), y(one.y)), (x(other.x), y(other.y)))
+            for one, other in pairwise(series.points)
+            if one.solid and other.solid
+        )
     corners: list[tuple[float, float]] = []
     for point in find_frontier(series.points):
         start = corners[-1][0] if corners else 0.0

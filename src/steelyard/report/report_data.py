@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny
 
+from steelyard.case.load import Load
 from steelyard.metrics.metric_table import sort_metric_names
 from steelyard.metrics.time_waterfall import WaterfallRow, make_waterfalls
 from steelyard.metrics.vouching import EngineMark
@@ -88,6 +89,7 @@ class SummaryRow(FrozenModel):
     division: str
     precision: str
     scope: Scope
+    load: str | None = Field(None, description="of generation, such as C16; null for other work")
     engine: str
     engine_mark: EngineMark = Field(
         description=(
@@ -150,6 +152,7 @@ class RunData(FrozenModel):
     division: str
     precision: str
     scope: Scope
+    load: Load | None = Field(None, description="of generation: when requests are sent")
     engine: EngineFacts
     providers: dict[str, str] = Field(
         description="packages, with versions, of the parts that are not Steelyard's own"
@@ -301,13 +304,13 @@ def report_schema() -> dict[str, Any]:
 
 def _summary_row(record: Record) -> SummaryRow:
     """Return the summary row of a run, with those headline metrics that its record has: whole and
-    core rate, mfu, quality, mem, mem_total, e2e_time.
+    core rate, mfu, those of `TableLayout.headline`, quality, mem, mem_total, e2e_time.
     """
     table_layout, known_fields = load_table_layout(record.task.kind_row), record_identity(record)
     names = (
-        table_layout.whole,
-        table_layout.core,
-        "mfu",
+        *table_layout.rates,
+        *(["mfu"] if table_layout.has_mfu else []),
+        *table_layout.headline,
         record.quality.metric,
         "mem",
         "mem_total",
@@ -373,6 +376,7 @@ def _run_data(run: NumberedRun, explain: bool) -> RunData:
             "key": record.case.key,
             "division": record.case.division,
             "precision": record.case.precision,
+            "load": record.question.load,
             "tune": record.tune.model_dump(mode="json", exclude_unset=True),
             "tuned": list_non_default_settings(record),
             "metrics": _english_metrics(record, sort_metric_names(set(record.metrics))),

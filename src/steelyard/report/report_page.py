@@ -41,7 +41,7 @@ from steelyard.report.load_section import build_load_section
 from steelyard.report.loads import (
     format_load,
     has_load,
-    is_shown_in_milliseconds,
+    is_latency,
     make_load_sort_key,
 )
 from steelyard.report.marks import (
@@ -163,7 +163,9 @@ def _case_elements(
     out += (
         [Fold(Heading(level, say("repeats")), "", "plain", tuple(repeated[1:]))] if repeated else []
     )
-    return [*out, Fold(Heading(level, say("side.all")), "", "plain", tuple(all_values))]
+    has_mfu = load_table_layout(runs[0].record.task.kind_row).has_mfu
+    title = say("side.all" if has_mfu else "load.all_values")
+    return [*out, Fold(Heading(level, title), "", "plain", tuple(all_values))]
 
 
 def _count_repeats(runs: list[NumberedRun]) -> dict[int, int]:
@@ -212,7 +214,7 @@ def _headline_figures(run: NumberedRun, repeats: int, say: PageWords) -> Figures
     items = []
     for name in (*table_layout.figures, quality.metric, "mem", "e2e_time"):
         value = record.metrics.get(name)
-        if value is not None and is_shown_in_milliseconds(record, name):
+        if value is not None and is_latency(record, name):
             number, _, unit = format_times([value.value]).partition(" ")
             items.append(Figure(metric_row(name).heading, number, unit))
             continue
@@ -513,18 +515,21 @@ def _status_sentences(rows_by_case: RowsByCase, records: list[Record], say: Page
     (by status if they have none), most frequent first, each only if there are any.
     """
     statuses = [standing.find_status(record) for record in records]
-    unproven = sum(
-        standing.find_status(record) == "unproven"
+    unproven = [
+        record
         for rows in rows_by_case.values()
         for row in rows
         for record in standing.select_not_proven(row.records)
-    )
+        if standing.find_status(record) == "unproven"
+    ]
     not_valid = [
         record
         for record, status in zip(records, statuses, strict=True)
         if status not in standing.RIGHT_STATUSES
     ]
-    out = [say("summary.too_short", format_run_count(unproven, say))] if unproven else []
+    too_short = "too_few_requests" if all(map(has_load, unproven)) else "too_short"
+    number = format_run_count(len(unproven), say)
+    out = [say(f"summary.{too_short}", number)] if unproven else []
     if not not_valid:
         return out or ([say("summary.all_valid")] if "unproven" not in statuses else [])
     counts = Counter(

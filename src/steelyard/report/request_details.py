@@ -22,7 +22,7 @@ from steelyard.report.document import (
     Paragraph,
     build_table,
 )
-from steelyard.report.loads import format_load
+from steelyard.report.loads import STATISTICS, format_load
 from steelyard.report.marks import format_declared_device
 from steelyard.report.numbers import (
     UNKNOWN,
@@ -35,7 +35,6 @@ from steelyard.words import PageWords
 
 MAX_ERRORS = 5  # texts of failed requests that a page quotes
 _LATENCIES = ("ttft", "ttft_sent", "tpot", "chunk_gap", "e2e", "queue_delay")
-_STATISTICS = ("mean", "p50", "p90", "p99")
 CHECKER_KEY = "checked_by"  # of the engine's details: what scored the answers again
 
 
@@ -74,8 +73,9 @@ def build_request_sections(
 
 
 def _load_facts(record: Record, samples: RequestSamples, say: PageWords) -> list[Fact]:
-    """Return the load, the declared device of a server that was not started here (if any), how long
-    answers are, and how many requests were sent and answered.
+    """Return the load, the limits that goodput counts by (if any), the declared device of a server
+    that was not started here (if any), how long answers are, and how many requests were sent and
+    answered.
     """
     table = samples.table
     sent = say(
@@ -86,8 +86,16 @@ def _load_facts(record: Record, samples: RequestSamples, say: PageWords) -> list
     )
     device = format_declared_device(record, say)
     declared = [] if device is None else [("device", device)]
+    load = record.question.load
+    mode = "" if load is None else say(f"requests.load.{load.mode}")
+    slo = record.case.slo
+    limits = () if slo is None else (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s))
+    listed = [
+        f"{name} {format_times([limit_s])}" for name, limit_s in limits if limit_s is not None
+    ]
     labelled = (
-        ("load", format_load(record)),
+        ("load", say("requests.load.text", format_load(record), mode)),
+        *([("limits", say("comma").join(listed))] if listed else []),
         *declared,
         ("lengths", say(f"requests.lengths.{samples.lengths}")),
         ("sent", sent),
@@ -103,7 +111,7 @@ def _window_facts(record: Record, say: PageWords) -> list[Fact]:
     note = "" if span is None or span.note is None else words.render_text(span.note, say.lang)
     count = record.metrics.get("window_requests")
     value = None if count is None else count.value
-    number = "" if value is None else say("requests.window.text", format_number("number", value))
+    number = "" if value is None else say("requests.window.text", format_count(round(value)))
     window = say("colon").join(filter(None, (number, note))) or UNKNOWN
     times = [(name, record.metrics.get(f"{name}_time")) for name in ("ramp", "drain")]
     return [
@@ -202,7 +210,7 @@ def _latency_elements(
     """
     rows = []
     for name in _LATENCIES:
-        stored = {key: record.metrics.get(f"{name}_{key}") for key in _STATISTICS}
+        stored = {key: record.metrics.get(f"{name}_{key}") for key in STATISTICS}
         values = {key: value for key, value in stored.items() if value is not None}
         if values:
             rows.append(_LatencyRow(name, values, samples.definitions.get(name)))
@@ -221,11 +229,12 @@ def _latency_elements(
             say("latencies.name"),
             lambda row: Cell(row.name, say.get_or_fallback(f"latency.{row.name}", row.name)),
         ),
-        *map(column, _STATISTICS),
+        *map(column, STATISTICS),
         ColumnSpec(say("latencies.definition"), lambda row: row.definition or UNKNOWN, priority=2),
     )
     count = record.metrics.get("window_requests")
-    number = format_number("number", None if count is None else count.value)
+    value = None if count is None else count.value
+    number = UNKNOWN if value is None else format_count(round(value))
     return [
         build_table(columns, rows, _list_reasons(rows, texts, say)),
         Paragraph(say("latencies.note", number), "muted"),

@@ -30,6 +30,7 @@ from steelyard.report.document import (
     TableRow,
     build_table,
 )
+from steelyard.report.loads import is_latency
 from steelyard.report.marks import (
     format_declared_device,
     format_engine,
@@ -54,6 +55,7 @@ from steelyard.report.numbers import (
     format_interval,
     format_number,
     format_setting,
+    format_times,
 )
 from steelyard.report.request_details import build_request_sections
 from steelyard.words import LANGS, PageWords
@@ -184,18 +186,37 @@ def _metrics_element(record: Record, texts: DerivedTexts, say: PageWords) -> Pag
         ColumnSpec(say("metrics.index"), lambda name: name),
         ColumnSpec(
             say("all.value"),
-            lambda name: Cell(format_metric(name, metrics[name]), tone="strong"),
+            lambda name: Cell(_format_value(record, name, say)[0], tone="strong"),
             right=True,
         ),
-        ColumnSpec(say("all.unit"), lambda name: format_unit(name, metrics[name], say.lang)),
+        ColumnSpec(say("all.unit"), lambda name: _format_value(record, name, say)[1]),
         ColumnSpec(
             say("all.interval"),
-            lambda name: format_interval(metrics[name].interval, rows[name].form) or UNKNOWN,
+            lambda name: _format_ends(record, name, rows[name].form) or UNKNOWN,
             right=True,
         ),
         ColumnSpec(say("all.note"), texts.metric_note),
     )
     return build_table(columns, list(rows))
+
+
+def _format_value(record: Record, name: str, say: PageWords) -> tuple[str, str]:
+    """Return a stored metric and its unit; a latency is in ms if it is below a second."""
+    value = record.metrics[name]
+    if is_latency(record, name) and value.value is not None:
+        number, _, unit = format_times([value.value]).partition(" ")
+        return number, unit
+    return format_metric(name, value), format_unit(name, value, say.lang)
+
+
+def _format_ends(record: Record, name: str, form: str) -> str:
+    """Return both ends of the interval of a stored metric, those of a latency with their units;
+    empty if it has none.
+    """
+    interval = record.metrics[name].interval
+    if interval is not None and is_latency(record, name):
+        return " – ".join(format_times([end]) for end in interval)
+    return format_interval(interval, form)
 
 
 def _budget_elements(record: Record, say: PageWords) -> list[PageElement]:

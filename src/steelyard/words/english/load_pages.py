@@ -9,7 +9,7 @@ TEXTS: dict[str, str] = {
     "column.percentiles": "p50/p90/p99",
     "load": "Load",
     "load.unknown": "No {0}: {1}.",
-    "load.at": "{0} at {1}",
+    "load.at": "{0} · {1}",
     "load.curve": "Throughput against interactivity",
     "load.curve.x": "interactivity: output tokens/s of one user",
     "load.curve.y": "output tokens/s per device",
@@ -35,6 +35,7 @@ TEXTS: dict[str, str] = {
     "load.requests": "requests",
     "load.requests.sub": "in the window",
     "load.status": "status",
+    "load.all_values": "All values",
     "load.note": (
         "Each load is a question of its own with a key of its own; runs here differ in it alone."
         " Points are measured; nothing between them is interpolated: the steps show the highest"
@@ -42,8 +43,23 @@ TEXTS: dict[str, str] = {
         " not valid or not proven, and no step. Interactivity: 1 / TPOT."
     ),
     "load.hollow": "hollow: not valid, or not proven",
+    "why.requests": "requests failed or are missing",
+    "why.short_output": "answers shorter than asked",
+    "why.token_counts": "token counts disagree",
+    "why.warm_cache": "warm cache",
+    "why.client_bound": "client too slow",
+    "why.unsteady": "no steady window",
+    "why.wrong_answers": "wrong answers",
+    "summary.too_few_requests": (
+        "Unproven, {0}: too few requests, and no three repeats that agree."
+    ),
     "requests": "Requests",
     "requests.load": "Load",
+    "requests.load.text": "{0}: {1}",
+    "requests.load.offline": "all requests at once",
+    "requests.load.concurrency": "closed loop, a request is scheduled when a slot is free",
+    "requests.load.rate": "open loop, arrivals are fixed before the first request",
+    "requests.limits": "Limits of goodput",
     "requests.lengths": "Lengths",
     "requests.lengths.exact": "exact: every answer has as many tokens as asked for",
     "requests.lengths.natural": (
