@@ -4,6 +4,7 @@ and arrivals.
 
 import hashlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +160,7 @@ def _read_documents(path: Path) -> Iterator[str]:
     """Yield the texts of the first 1,000 lines of a jsonl file. Raises RequestError for a line that
     has none.
     """
-    for line in jsonl.read_json_lines(path, TEXT_FORMAT, MAX_LINE_BYTES):
-        if line.number > MAX_DOCUMENTS:
-            return
+    for line in islice(jsonl.read_json_lines(path, TEXT_FORMAT, MAX_LINE_BYTES), MAX_DOCUMENTS):
         text = line.value.get("text") if isinstance(line.value, dict) else None
         yield jsonl.require_text(text, f"{line.location}: text is", TEXT_FORMAT)
 
