@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fixtures.browser import CHROMIUM, CHROMIUM_ARGUMENTS, ROOT, PageView, SavedPage
+from fixtures.load_records import make_generation_record, make_two_sweeps
 from fixtures.report import (
     make_failed_record,
     make_hostile_record,
@@ -86,6 +87,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Save
             make_record(id="4d" * 16, case__size="smoke"),
         ],
         "two": make_records_of_two_accelerators,
+        "loads": lambda: [
+            *make_two_sweeps(),
+            make_generation_record(("offline", 6000.0, 30.0, 5.0, 0.0333), 31),
+        ],
         "hostile": lambda: [make_hostile_record(), make_record(), make_failed_record()],
     }
 
