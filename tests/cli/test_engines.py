@@ -19,7 +19,8 @@ from steelyard.cli.requests import split_engines_and_settings
 from steelyard.engine import engine_rows
 from steelyard.errors import RequestError
 
-INSTALLED = ("torch", "transformers", "reference")
+SERVERS = ("http", "transformers-serve", "vllm")
+OTHER_WORK = ("paddle", "flagscale", *SERVERS)  # engines that do not score
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def make_requests(
                         f"engine {name!r} does not run {CASE}; allowed: torch, transformers,"
                         " megatron"
                     )
-                    for name in ("paddle", "flagscale")
+                    for name in OTHER_WORK
                 },
             },
         ),
@@ -91,7 +92,7 @@ def make_requests(
                         f"engine {name!r} does not run {CASE}; allowed: torch, transformers,"
                         " megatron"
                     )
-                    for name in ("paddle", "flagscale")
+                    for name in OTHER_WORK
                 },
             },
         ),
@@ -131,13 +132,46 @@ def test_engine_without_its_program_or_a_pass_is_left_out(tmp_path: Path) -> Non
     reasons = {entry.engine: entry.reason for entry in left_out}
     assert reasons["flagscale"] == golden("engine-flagscale-runs-checkout-of-flagscale")
     (tmp_path / "run.py").touch()
-    *others, flagscale = make_requests(case="llama1-7b-openwebtext", passes=("train", "after"))
+    requests = make_requests(case="llama1-7b-openwebtext", passes=("train", "after"))
+    [flagscale] = [request for request in requests if request.engine == "flagscale"]
+    others = [request for request in requests if request is not flagscale]
     runs, left_out = verb.check_engine_requests(
         [*others, replace(flagscale, engine_settings=EngineSettings(checkout=tmp_path))]
     )
     assert {entry.engine: entry.reason for entry in left_out}["flagscale"] == golden(
         "passes-no-pass-after-allowed-train"
     )
+
+
+def test_engines_without_a_server_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's address is needed, and so are the modules of one that is started here."""
+    monkeypatch.setattr(
+        engine_rows.plugins, "is_installed", lambda module: module not in ("vllm", "fastapi")
+    )
+    natural = make_requests("question.data.lengths=natural", case="llama3-8b-generate")
+    runs, left_out = verb.check_engine_requests(natural)
+    assert [entry.engine.name for entry in runs] == ["transformers"]
+    reasons = {entry.engine: entry.reason for entry in left_out if entry.engine in SERVERS}
+    install = "which is not installed here; name a Python that has it: --set engine.python="
+    assert reasons == {
+        "http": (
+            "engine http sends requests to a server; name it: --set"
+            " engine.endpoint=http://127.0.0.1:8000/v1"
+        ),
+        "transformers-serve": (
+            "engine transformers-serve starts a server that needs fastapi,"
+            f" {install}venv/bin/python"
+        ),
+        "vllm": f"engine vllm starts a server that needs vllm, {install}venv/bin/python",
+    }
+    [named] = [request for request in natural if request.engine == "http"]
+    settings = EngineSettings(endpoint="http://127.0.0.1:9/v1")
+    runs, _ = verb.check_engine_requests([replace(named, engine_settings=settings)])
+    assert [entry.engine.name for entry in runs] == ["http"]
+    with pytest.raises(RequestError, match=r"engine\.endpoint: engine transformers sends nothing"):
+        verb.check_engine_requests(
+            [replace(named, engine="transformers", engine_settings=settings)]
+        )
 
 
 def test_request_that_no_engine_can_run_is_refused() -> None:
@@ -176,7 +210,7 @@ def test_repeated_engines_take_turns(
     assert names == ["torch", "transformers"] * 3
     captured = capsys.readouterr()
     assert [line.split(":")[:2] for line in captured.err.splitlines()] == [
-        ["left out", f" {name}"] for name in ("reference", "megatron", "paddle", "flagscale")
+        ["left out", f" {name}"] for name in ("reference", "megatron", *OTHER_WORK)
     ]
     assert captured.out.startswith(
         "Engines: llama2-7b-mmlu · full · bf16 · closed · whole · NVIDIA H200\n"
@@ -194,8 +228,7 @@ def test_json_has_the_comparison(
     assert [entry["engine"] for entry in answer["engines"]["left_out"]] == [
         "reference",
         "megatron",
-        "paddle",
-        "flagscale",
+        *OTHER_WORK,
     ]
     numbers = {
         "rate": 100.0,
@@ -384,7 +417,8 @@ def test_engine_settings_may_name_their_engine() -> None:
             (
                 "--set 'engine.python=venv/bin/python': with --engine all a setting names its"
                 " engine, such as engine.python=megatron:venv/bin/python; known: torch,"
-                " transformers, reference, megatron, paddle, flagscale"
+                " transformers, reference, megatron, paddle, flagscale, http,"
+                " transformers-serve, vllm"
             ),
         ),
         (
@@ -392,7 +426,8 @@ def test_engine_settings_may_name_their_engine() -> None:
             (
                 "--set 'engine.python=mine:venv/bin/python': with --engine all a setting names its"
                 " engine, such as engine.python=megatron:venv/bin/python; known: torch,"
-                " transformers, reference, megatron, paddle, flagscale"
+                " transformers, reference, megatron, paddle, flagscale, http,"
+                " transformers-serve, vllm"
             ),
         ),
         (("--steps", "0"), "--steps 0: must be at least 1"),

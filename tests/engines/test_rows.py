@@ -70,8 +70,8 @@ def refusal_message(request: Request) -> str:
         (
             make_request(MMLU, "abacus"),
             (
-                "no engine 'abacus'; known: flagscale, megatron, paddle, reference, torch,"
-                " transformers"
+                "no engine 'abacus'; known: flagscale, http, megatron, paddle, reference, torch,"
+                " transformers, transformers-serve, vllm"
             ),
         ),
         (
@@ -223,7 +223,9 @@ def test_every_row_names_known_works_and_existing_classes(row: EngineRow) -> Non
 
 def test_frameworks_are_loaded_by_name() -> None:
     assert engine_rows.load_framework("torch").__name__ == "TorchFramework"
-    with pytest.raises(RequestError, match="no framework 'jax'; known: paddle, program, torch"):
+    with pytest.raises(
+        RequestError, match="no framework 'jax'; known: host, paddle, program, torch"
+    ):
         engine_rows.load_framework("jax")
 
 
@@ -247,46 +249,66 @@ def test_a_row_accepts_plans_of_its_degrees_only(
 def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
     done = shell("list", "--json")
     engines = {engine["name"]: engine for engine in done.json()["engines"]}
-    llama = [name for name in list_shipped_cases() if name != RECORD]
+    generation = ["llama2-7b-generate", "llama3-8b-generate"]
+    others = [name for name in list_shipped_cases() if name not in generation]
+    llama = [name for name in others if name != RECORD]
     assert {name: engine["cases"] for name, engine in engines.items()} == {
         "flagscale": ["llama1-13b-openwebtext", CORPUS],
+        "http": generation,
         "megatron": llama,
         "paddle": ["aquila2-7b-alpaca", "llama1-13b-openwebtext", CORPUS],
         "reference": [RECORD],
-        "torch": list_shipped_cases(),
-        "transformers": llama,
+        "torch": others,
+        "transformers": sorted([*llama, *generation]),
+        "transformers-serve": generation,
+        "vllm": generation,
     }
     assert {name: engine["divisions"] for name, engine in engines.items()} == {
         "flagscale": ["closed"],
+        "http": ["closed", "open"],
         "megatron": ["closed"],
         "paddle": ["closed"],
         "reference": ["closed"],
         "torch": ["closed", "open"],
         "transformers": ["closed"],
+        "transformers-serve": ["closed"],
+        "vllm": ["closed"],
     }
     assert {name: engine["degrees"] for name, engine in engines.items()} == {
         "flagscale": ["TP", "PP", "DP"],
+        "http": ["DP"],
         "megatron": ["TP", "PP", "DP"],
         "paddle": ["TP", "PP", "DP"],
         "reference": ["DP"],
         "torch": ["TP", "PP", "DP"],
         "transformers": ["DP"],
+        "transformers-serve": ["DP"],
+        "vllm": ["TP"],
     }
     non_torch_frameworks = {
         name: engine["framework"]
         for name, engine in engines.items()
         if engine["framework"] != "torch"
     }
-    assert non_torch_frameworks == {"paddle": "paddle", "flagscale": "program"}
+    assert non_torch_frameworks == {
+        "paddle": "paddle",
+        "flagscale": "program",
+        **dict.fromkeys(("http", "transformers-serve", "vllm"), "host"),
+    }
+    assert [name for name, engine in engines.items() if engine["endpoint"]] == ["http"]
+    assert [name for name, engine in engines.items() if engine["untried"]] == ["vllm"]
     assert engines["torch"]["works"] == [
         "score_choices",
         "score_texts",
         "train_rows",
         "train_cloze",
+        "check_answers",
     ]
     assert engines["paddle"]["trains_in"] == ["fp32", "tf32", "fp16-o2", "bf16-o2"]
     listing = " ".join(shell("list").out.split())
     assert "; closed; fp32, tf32, fp16-o2, bf16-o2; TP PP DP" in listing
     named = "fp32, tf32, fp16, bf16, fp8, bf16-pure, fp8-pure"
-    assert f" torch all cases; closed, open; {named}; TP PP DP" in listing
-    assert f" transformers {', '.join(llama)}; closed; " in listing
+    assert f" torch {', '.join(others)}; closed, open; {named}; TP PP DP" in listing
+    assert f" transformers {', '.join(sorted([*llama, *generation]))}; closed; " in listing
+    assert "needs --set engine.endpoint=URL, the address of a server" in listing
+    assert f"untried: {engine_rows.VLLM.untried}" in listing

@@ -126,7 +126,13 @@ def test_incomplete_metadata_still_names_the_package(
 def test_no_package_takes_the_name_of_a_shipped_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: engine_rows.EngineRow
 ) -> None:
-    install(monkeypatch, tmp_path, "engines", f"taken_{row.name}", ENGINE.format(name=row.name))
+    install(
+        monkeypatch,
+        tmp_path,
+        "engines",
+        f"taken_{row.name.replace('-', '_')}",
+        ENGINE.format(name=row.name),
+    )
     with pytest.raises(RequestError, match=f"engine '{row.name}' is defined twice"):
         engine_rows.find_engine("torch")
 

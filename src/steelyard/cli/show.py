@@ -125,6 +125,8 @@ def _describe_engine(row: dict[str, Any], case_count: int) -> str:
         if row["checkout"]
         else []
     )
+    parts += ["needs --set engine.endpoint=URL, the address of a server"] if row["endpoint"] else []
+    parts += [f"untried: {row['untried']}"] if row["untried"] else []
     return "; ".join(parts)
 
 
@@ -147,7 +149,8 @@ def _is_training(work: str) -> bool:
 def _engine_to_json(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
     """Return what an engine can do, as JSON data: the names of those `cases` that it accepts,
     works, families, divisions, precisions, degrees, the package that it is from (None: Steelyard),
-    a package that is missing, or None, and the program of which it needs a checkout, or None.
+    a package that is missing, or None, the program of which it needs a checkout, or None, whether
+    it needs the address of a server, and what nobody has run yet, or None.
     """
     from steelyard.engine import engine_rows
 
@@ -165,6 +168,8 @@ def _engine_to_json(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
         "package": _name_package(engine_rows.ENGINES_GROUP, row.name),
         "missing": row.find_missing_module(),
         "checkout": row.checkout or None,
+        "endpoint": row.endpoint,
+        "untried": row.untried or None,
     }
 
 
