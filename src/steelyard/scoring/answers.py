@@ -313,8 +313,7 @@ class DistanceReader:
         sizes = [len(self.texts.rows[i]) - self.texts.prompt_lens[i] for i in items]
         pick = [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         targets = [
-            np.asarray(self.texts.rows[i][-size:], np.int64)
-            for i, size in zip(items, sizes, strict=True)
+            np.asarray(self.texts.rows[i][self.texts.prompt_lens[i] :], np.int64) for i in items
         ]
         return AnswerRequest(
             send(np.concatenate(pick)),
@@ -336,8 +335,12 @@ class DistanceReader:
         ):
             logits = compute_logits(rows)
             first_token = self.shard.index * logits.shape[-1]
-            columns = max(0, min(logits.shape[-1], self.vocab - first_token))
-            parts.append(reduce_logits(logits[:, :columns], chunk_targets - first_token))
+            real_columns = max(0, min(logits.shape[-1], self.vocab - first_token))
+            parts.append(
+                reduce_logits(logits[:, :real_columns], chunk_targets - first_token)
+                if real_columns
+                else _make_empty_part(chunk_targets)
+            )
         _, target, top, _ = self.gather(torch.cat(parts, dim=1)).double().unbind(1)
         distance = top.max(0).values - target.max(0).values
         columns = (torch.ones_like(distance), (distance == 0).double(), distance)
