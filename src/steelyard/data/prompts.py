@@ -231,6 +231,15 @@ class PromptRequests:
         tokenizer = self._salt_tokenizer
         return None if tokenizer is None else _decode(tokenizer, list(prompt))
 
+    def encode_prompt(self, text: str) -> list[int] | None:
+        """Return the token ids of a prompt's text, as a server encodes it; None without a
+        tokenizer that can decode.
+        """
+        tokenizer = self.source.tokenizer
+        if tokenizer is None or not can_decode(tokenizer):
+            return None
+        return tokenizer.encode([text])[0]
+
     def encode_output(self, text: str) -> list[int] | None:
         """Return the token ids of a generated text, without what begins or ends a text; None
         without a tokenizer.

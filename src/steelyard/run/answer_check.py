@@ -5,6 +5,7 @@ pass a reference engine computes, after the same tokens, how far each generated 
 likeliest one.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from steelyard.engine import engine_rows
 from steelyard.engine.job import Job
 from steelyard.plan import degrees
 from steelyard.record.request_samples import ClientFacts, RequestSamples
-from steelyard.run.requests import RequestTrace
+from steelyard.run.requests import RequestState, RequestTrace
 
 CHECKERS = ("torch", "transformers")  # reference engines, the first that knows the model is taken
 CHECK_TOKENS = 8192  # tokens of a batch: this pass is not measured
@@ -55,19 +56,42 @@ class AnsweredTexts:
         return TextCounter(self, "closed", lambda length: outputs.get(length, 1), window)
 
 
-def collect_answers(trace: RequestTrace, requests: PromptRequests, every: bool) -> AnsweredTexts:
+def collect_answers(
+    trace: RequestTrace, requests: PromptRequests, every: bool, sent_as: str = "ids"
+) -> AnsweredTexts:
     """Return the answers of a pass that are to be checked: of all requests if `every`, else of a
-    seeded tenth. Requests that failed, and those whose tokens are not known, are left out.
+    seeded tenth. `sent_as` is how prompts were sent (a key of `SEEN_PROMPTS`). Requests that
+    failed, and those of which the prompt that the model saw or the tokens are not known, are left
+    out.
     """
     answers = AnsweredTexts()
     for number in requests.choose_checked(len(trace.states), every):
         ids = trace.get_output_ids(number, requests)
-        if ids:
-            prompt = list(trace.states[number].request.prompt)
+        prompt = SEEN_PROMPTS[sent_as](trace.states[number], requests)
+        if ids and prompt is not None and len(prompt) + len(ids) <= requests.positions:
             answers.numbers.append(number)
             answers.rows.append([*prompt, *ids])
             answers.prompt_lens.append(len(prompt))
     return answers
+
+
+def _encode_prompt(state: RequestState, requests: PromptRequests) -> list[int] | None:
+    """Return the tokens of a prompt that was sent as text, as the model's tokenizer encodes it;
+    None if the server counts others, or there is no text.
+    """
+    text, counted = state.request.text, state.end.prompt_tokens
+    prompt = None if text is None else requests.encode_prompt(text)
+    return prompt if prompt is not None and counted in (None, len(prompt)) else None
+
+
+# How a prompt was sent → its tokens as the model saw them, None if they are not known: a chat
+# template is the server's own. Texts of words (engines/http/word_vocabulary.py) are ids.
+SEEN_PROMPTS: dict[str, Callable[[RequestState, PromptRequests], list[int] | None]] = {
+    "ids": lambda state, requests: list(state.request.prompt),
+    "words": lambda state, requests: list(state.request.prompt),
+    "text": _encode_prompt,
+    "chat": lambda state, requests: None,
+}
 
 
 def choose_checker(case: Case) -> str:

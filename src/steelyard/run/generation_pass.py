@@ -92,8 +92,10 @@ def collect_results(
     """Return the request samples of a pass, with what the engine found out about its client, and
     the answers that are to be checked: of all requests at size smoke.
     """
-    samples = add_client_facts(trace.samples, engine.details())
-    return samples, collect_answers(trace, requests, case.size == "smoke")
+    details = engine.details()
+    samples = add_client_facts(trace.samples, details)
+    sent_as = "chat" if details.get("api") == "chat" else details.get("prompts", "ids")
+    return samples, collect_answers(trace, requests, case.size == "smoke", sent_as)
 
 
 def make_checker(

@@ -94,7 +94,7 @@ def _draw_arrivals(load: Load, requests: PromptRequests) -> Iterator[float]:
 
 
 @dataclass(slots=True)
-class _RequestState:
+class RequestState:
     """What the loop knows of one request; times in seconds since the start of the pass. `times_s`
     and `tokens` have one value for each chunk, `ids` one for each token whose id is known.
     `output_tokens` are those of the chunks so far, `fault` what is wrong with them.
@@ -122,7 +122,7 @@ class RequestTrace:
 
     steps: PassTrace
     samples: RequestSamples
-    states: Sequence[_RequestState]
+    states: Sequence[RequestState]
 
     def get_output_ids(self, number: int, requests: PromptRequests) -> list[int] | None:
         """Return the token ids that a request generated, at most as many as were asked for: those
@@ -163,7 +163,7 @@ class RequestLoop:
         self._requests, self._load, self._device = requests, load, device
         self._clock, self._min_time_s = clock, min_time_s
         self._request_done, self._busy = request_done, busy
-        self._states: list[_RequestState] = []
+        self._states: list[RequestState] = []
         self._marks: list[Mark] = []
         self._lags_s: array[float] = array("d")
         self._open = self._ended = self._failures = self._chunks = self._asked_tokens = 0
@@ -252,7 +252,7 @@ class RequestLoop:
             request = self._prepared.popleft()
             due_s = max(scheduled_s, free_s)
             sent_s = max(due_s, self._clock() - self._start)
-            self._states.append(_RequestState(request, scheduled_s, due_s, sent_s))
+            self._states.append(RequestState(request, scheduled_s, due_s, sent_s))
             self._open += 1
             self._asked_tokens += request.output_tokens
             port.submit(request)
@@ -380,7 +380,7 @@ def _is_count(number: int | None) -> bool:
     return number is None or (type(number) is int and 0 <= number <= MAX_CHUNKS)
 
 
-def _settle_tokens(state: _RequestState) -> None:
+def _settle_tokens(state: RequestState) -> None:
     """Make the tokens of a request's chunks add up to what the server's usage says, in place, if
     they were not counted by ids: spread evenly, the first chunk and the last with at least one, so
     that no time changes. Of more chunks than tokens, some in between are left out. A usage of no
@@ -405,7 +405,7 @@ def _to_us(time_s: float) -> int:
 
 
 def _make_columns(
-    states: Sequence[_RequestState], wall_s: float, requests: PromptRequests
+    states: Sequence[RequestState], wall_s: float, requests: PromptRequests
 ) -> "dict[str, array[int]]":
     """Return the columns of request samples (record/request_samples.py), times as differences in
     microseconds. A request without an end ended with the pass.

@@ -144,7 +144,8 @@ class HttpGenerate:
         details = {} if self._server is None else dict(self._server.details)
         if self._format is not None:
             details["api"] = self._format.api
-            details["prompts"] = "ids" if self._format.sends_ids else "text"
+            as_text = "words" if self._format.word_width else "text"
+            details["prompts"] = "ids" if self._format.sends_ids else as_text
         details["scheduling"] = "server"
         if self._client_error is not None:
             details |= self._client_error.to_details()
