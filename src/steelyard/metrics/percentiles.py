@@ -155,6 +155,8 @@ def find_clustered_interval(
         return None
     sizes = np.bincount(position, minlength=requests)
     below = np.bincount(position, values <= select_percentile(ordered, share), minlength=requests)
+    if below.sum() == sizes.sum():  # nothing lies above: the error cannot be told
+        return None
     residuals = below - sizes * (below.sum() / sizes.sum())
     variance = requests / (requests - 1) * float((residuals**2).sum()) / float(sizes.sum()) ** 2
     half = NORMAL_95 * sqrt(variance)

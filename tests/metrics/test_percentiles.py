@@ -1,0 +1,169 @@
+"""Percentiles over requests: the published table of least numbers, order statistics and their
+intervals against exact binomial probabilities, and LoadGen itself.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from math import comb
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from steelyard.metrics import percentiles
+
+# A program that lets LoadGen measure so many queries of random length, one after another.
+LOADGEN_PROGRAM = """
+import random, sys, time
+import mlperf_loadgen as loadgen
+count, percentile, folder = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+generator = random.Random(3)
+def issue(samples):
+    for sample in samples:
+        end = time.perf_counter() + generator.expovariate(1e5)
+        while time.perf_counter() < end:
+            pass
+        loadgen.QuerySamplesComplete([loadgen.QuerySampleResponse(sample.id, 0, 0)])
+settings = loadgen.TestSettings()
+settings.scenario = loadgen.TestScenario.SingleStream
+settings.mode = loadgen.TestMode.PerformanceOnly
+settings.single_stream_target_latency_percentile = percentile / 100
+settings.min_query_count = settings.max_query_count = count
+settings.min_duration_ms = 0
+logs = loadgen.LogSettings()
+logs.log_output.outdir = folder
+logs.log_output.copy_summary_to_stdout = False
+logs.enable_trace = True
+loadgen.StartTestWithLogSettings(
+    loadgen.ConstructSUT(issue, lambda: None),
+    loadgen.ConstructQSL(16, 16, lambda x: None, lambda x: None),
+    settings,
+    logs,
+)
+"""
+
+
+def sum_binomial(k: int, n: int, p: float) -> float:
+    """Return the probability of at most k of n events, term by term."""
+    return sum(comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k + 1))
+
+
+# docs/early_stopping.md of MLPerf Endpoints
+@pytest.mark.parametrize(
+    ("percentile", "least"), [(50, 11), (90, 64), (95, 130), (97, 219), (99, 662)]
+)
+def test_least_numbers_are_those_that_loadgen_publishes(percentile, least):
+    assert percentiles.find_least_count(percentile) == least
+
+
+@pytest.mark.parametrize("p", [0.01, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("n", [1, 7, 64, 200])
+def test_binomial_probabilities_are_exact(n, p):
+    for k in (-1, 0, n // 3, n // 2, n - 1, n):
+        expected = sum_binomial(k, n, p)
+        assert percentiles.compute_binomial_cdf(k, n, p) == pytest.approx(expected, abs=1e-12)
+
+
+def test_least_passing_number_is_the_first_that_is_enough():
+    for over in (1, 2, 10, 51):
+        passing = percentiles.find_min_passing(over, 90)
+        probabilities = [sum_binomial(over, h + over, 0.1) for h in (passing - 1, passing)]
+        assert probabilities[0] > 0.01 >= probabilities[1]
+
+
+def test_a_percentile_is_an_order_statistic():
+    values = np.arange(1.0, 101.0)
+    assert [percentiles.select_percentile(values, p / 100) for p in (50, 90, 99)] == [50, 90, 99]
+    assert percentiles.select_percentile(values[:11], 0.5) == 6.0
+    assert percentiles.select_percentile(values[:1], 0.99) == 1.0
+    # 0.07 * 100 is 7.000000000000001 as a float
+    assert percentiles.select_percentile(values, 0.07) == 7.0
+
+
+@pytest.mark.parametrize("percentile", [50, 90, 99])
+@pytest.mark.parametrize("count", [11, 64, 100, 662, 5000])
+def test_ranks_hold_the_percentile_with_95_percent_and_no_narrower_ones_do(count, percentile):
+    p = percentile / 100
+    ranks = percentiles.find_rank_interval(count, percentile)
+    cdf = [percentiles.compute_binomial_cdf(k, count, p) for k in range(count + 1)]
+    if ranks is None:
+        # not even the smallest, or the largest, bounds a side
+        assert cdf[0] > 0.025 or 1 - cdf[count - 1] > 0.025
+        return
+    low, high = ranks
+    # the percentile is below the value of rank r if at most r - 1 values are below it
+    assert cdf[low - 1] <= 0.025 < cdf[low]
+    assert 1 - cdf[high - 1] <= 0.025 < 1 - cdf[high - 2]
+
+
+def test_too_few_values_have_no_interval():
+    assert percentiles.find_rank_interval(5, 50) is None
+    assert percentiles.find_rank_interval(6, 50) == (1, 6)
+    assert percentiles.find_rank_interval(367, 99) is None
+    assert percentiles.find_rank_interval(368, 99) is not None
+    values = np.arange(1.0, 101.0)
+    assert percentiles.find_percentile_interval(values, 50) == (40.0, 61.0)
+    assert percentiles.find_percentile_interval(values, 99) is None
+
+
+@pytest.mark.parametrize("percentile", [50, 90])
+def test_intervals_cover(percentile):
+    generator = np.random.default_rng(11)
+    exact = -np.log(1 - percentile / 100)
+    draws = np.sort(generator.exponential(size=(600, 100)), axis=1)
+    held = [
+        ends is not None and ends[0] <= exact <= ends[1]
+        for ends in (percentiles.find_percentile_interval(row, percentile) for row in draws)
+    ]
+    assert 0.93 <= sum(held) / len(held) <= 0.99
+
+
+@pytest.mark.parametrize("percentile", [50, 90])
+def test_intervals_over_chunks_go_by_requests(percentile):
+    generator = np.random.default_rng(12)
+    owner = np.repeat(np.arange(100), 30)
+    exact = 1 + 0.2 * float(np.quantile(generator.normal(size=10**6), percentile / 100))
+    held, naive = 0, 0
+    for _ in range(300):
+        # all gaps of a request are alike, so that there are 100 values, not 3,000
+        gaps = np.repeat(1 + 0.2 * generator.normal(size=100), 30)
+        ends = percentiles.find_clustered_interval(gaps, owner, percentile)
+        plain = percentiles.find_percentile_interval(np.sort(gaps), percentile)
+        assert ends is not None
+        assert plain is not None
+        held += ends[0] <= exact <= ends[1]
+        naive += plain[0] <= exact <= plain[1]
+    assert held >= 0.9 * 300
+    assert naive <= 0.5 * 300
+
+
+def test_chunks_of_too_few_requests_have_no_interval():
+    gaps = np.arange(10.0)
+    assert percentiles.find_clustered_interval(gaps, np.zeros(10, np.int64), 50) is None
+    assert percentiles.find_clustered_interval(gaps, np.arange(10) // 5, 99) is None
+
+
+def test_early_stopping_takes_the_value_that_so_many_may_exceed():
+    values = [float(i) for i in range(700)]
+    # 693 queries are enough for 51 above the bound, 704 for 52
+    assert percentiles.estimate_by_early_stopping(values, 90) == 700 - 51
+    assert percentiles.estimate_by_early_stopping(values, 99) == 699
+    assert percentiles.estimate_by_early_stopping(values[:661], 99) is None
+    assert percentiles.estimate_by_early_stopping(values[:662], 99) == 661
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("count", "percentile"), [(64, 90), (700, 90), (3000, 99), (500, 50)])
+def test_loadgen_estimates_the_same_from_the_same_latencies(tmp_path: Path, count, percentile):
+    pytest.importorskip("mlperf_loadgen", reason="pip install mlcommons-loadgen")
+    program = [sys.executable, "-c", LOADGEN_PROGRAM, str(count), str(percentile), str(tmp_path)]
+    subprocess.run(program, check=True, timeout=300)
+    trace = (tmp_path / "mlperf_log_trace.json").read_text()  # whose last lines are no JSON
+    latencies = sorted(int(text) for text in re.findall(r'"complete_ns":(\d+)', trace))
+    lines = (tmp_path / "mlperf_log_detail.txt").read_text().splitlines()
+    told = [json.loads(line.split(" ", 1)[1]) for line in lines if line.startswith(":::MLLOG")]
+    theirs = next(item["value"] for item in told if item["key"] == "early_stopping_latency_ss")
+    assert len(latencies) == count
+    assert percentiles.estimate_by_early_stopping(latencies, percentile) == theirs
