@@ -233,13 +233,18 @@ class Case(FrozenModel):
     @model_validator(mode="after")
     def _check_gate_and_published(self) -> Self:
         """Raise ValueError if the case's gate names a metric (`metric`, `below`), or its
-        `published` a fact, that its task does not have, or if a field of generation is set in a
-        case of another kind of work.
+        `published` a fact, that its task does not have, if a field of generation is set in a
+        case of another kind of work, or a least time where all requests are sent at once.
         """
         row = self.question.task_row
         for name in ("requests", "min_time_s", "slo"):
             if getattr(self, name) is not None and self.question.load is None:
                 raise ValueError(f"{name}: only a case of generation has it; leave it out")
+        load = self.question.load
+        if load is not None and load.mode == "offline" and self.min_time_s is not None:
+            raise ValueError(
+                "min_time_s: mode 'offline' sends all requests at once; set requests instead"
+            )
         if self.gate is not None:
             allowed = {*(score.name for score in row.scores), *row.kind_row.step_metrics}
             for name in (self.gate.metric, getattr(self.gate, "below", self.gate.metric)):

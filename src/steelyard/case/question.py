@@ -143,7 +143,8 @@ class Question(FrozenModel):
         """Raise ValueError if the parts of the question do not fit together: data of another task,
         a model family or kind of work that the task does not have, a table `train` or `load` on a
         kind of work without one or none where one is needed, a type of the KV cache without
-        generation, or rows, or prompt and output together, longer than the model's positions.
+        generation, arrivals of a trace without one, or rows, or prompt and output together,
+        longer than the model's positions.
         """
         row = self.task_row
         if not isinstance(self.data, row.data):
@@ -168,6 +169,9 @@ class Question(FrozenModel):
             )
         if self.precision.kv is not None and not self.kind_row.has_load:
             raise ValueError("precision.kv is the type of a KV cache, which only generation has")
+        source = getattr(self.data, "source", None)
+        if self.load is not None and self.load.arrivals == "trace" and source != "trace":
+            raise ValueError("load.arrivals 'trace' needs prompts of a trace: data.source 'trace'")
         longest = row.longest(self.data)
         if longest is not None and longest > self.model.positions:
             raise ValueError(

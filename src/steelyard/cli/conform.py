@@ -163,13 +163,14 @@ class _Comparison:
         which engine torch has checked in the first run.
         """
         limits = RunLimits(salt=conform_runs.GENERATION_SALT)
+        lengths = conform_runs.choose_lengths(self._tested, resolved)
         for seed in conform_runs.WEIGHT_SEEDS:
-            seeded = conform_runs.change_smoke(resolved, [f"question.seed={seed}"])
+            seeded = conform_runs.change_smoke(resolved, [f"question.seed={seed}", *lengths])
             answered = self._keep(self._tested.run(seeded, limits))
             is_varied = conform_generation.has_different_answers(answered)
             if answered.status == "failed" or is_varied:
                 break
-        alone = conform_runs.change_smoke(seeded, list(conform_runs.ONE_AT_A_TIME))
+        alone = conform_runs.change_smoke(seeded, [*conform_runs.ONE_AT_A_TIME, *lengths])
         passes = tuple(resolved.case.question.kind_row.headline)
         limits = replace(limits, label="(one request at a time)", passes=passes)
         again = self._keep(self._tested.run(alone, limits))

@@ -13,6 +13,7 @@ from steelyard.case.request import EngineSettings, Request
 from steelyard.case.resolve import ResolvedCase
 from steelyard.cli.execute_runs import is_interrupted
 from steelyard.cli.printing import print_stderr
+from steelyard.engine import engine_rows
 from steelyard.metrics import passes, plausibility
 from steelyard.plan import flops
 from steelyard.record.record import Record
@@ -113,6 +114,19 @@ def change_smoke(resolved: ResolvedCase, settings: list[str]) -> ResolvedCase:
     """Return a case of `resolve_smoke` with further settings, the seed of its question kept."""
     seed = f"question.seed={resolved.case.question.seed}"
     return resolve_smoke(resolved.case.name, [seed, *settings])
+
+
+def choose_lengths(runner: ConformRunner, resolved: ResolvedCase) -> list[str]:
+    """Return the settings with which an engine can answer a case of generation: natural lengths if
+    it cannot ignore the end of a text, else none.
+    """
+    row = engine_rows.find_engine(runner.engine)
+    natural = ["question.data.lengths=natural"]
+    for settings in ([], natural):
+        case = change_smoke(resolved, settings).case
+        if row.explain_missing_setting(case, runner.settings) is None:
+            return settings
+    return []
 
 
 def limit_compared(resolved: ResolvedCase) -> RunLimits:

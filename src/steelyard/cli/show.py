@@ -216,6 +216,10 @@ def show(
     device = row.find()[0]
     values |= {f"tune.{name}": AUTO for name in resolved.auto}
     origins = resolved.origins | _explain_auto_tunes(resolved, device)
+    load = resolved.case.question.load
+    if load is not None and resolved.case.requests is None:
+        values["requests"] = load.count_default_requests(resolved.case.min_time_s)
+        origins["requests"] = "by the load; --sample N: a window of N"
     rows = [
         {"key": key, "value": value, "origin": origins.get(key, "default")}
         for key, value in values.items()

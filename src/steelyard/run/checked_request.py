@@ -13,7 +13,7 @@ from typing import Any
 from steelyard import accelerators
 from steelyard.accelerators.row import Accelerator
 from steelyard.case.case import Case
-from steelyard.case.precision import name_precision
+from steelyard.case.precision import load_presets, name_precision
 from steelyard.case.request import Request
 from steelyard.case.resolve import ResolvedCase
 from steelyard.data.corpus import IDS_SUFFIX
@@ -25,7 +25,7 @@ from steelyard.plan import degrees, memory
 from steelyard.plan.degrees import Plan
 from steelyard.record.record import Scope
 from steelyard.record.run_facts import Restart
-from steelyard.run import launch, processes, site
+from steelyard.run import generation_request, launch, processes, site
 from steelyard.run.failure import UNFINISHED
 from steelyard.run.launch import Launcher
 from steelyard.run.site import Site
@@ -115,7 +115,8 @@ def check_request(request: Request) -> CheckedRequest:
     launcher = launch.get_launcher(request.launcher or run_site.launcher or "local")
     _check_engine(case, engine, launcher.remote or request.engine_settings.python is not None)
     _check_checkout(request, engine, launcher)
-    _check_server(request, engine)
+    generation_request.check_engine_settings(request, engine)
+    generation_request.check_request_options(request, engine)
     plan = degrees.make_plan(case, request.nodes, request.devices, request.sample, launcher.name)
     if not launcher.scheduler:
         launch.choose_hosts(launcher, run_site, plan.nodes)
@@ -165,10 +166,12 @@ def _check_engine(case: Case, engine: EngineRow, in_other_python: bool) -> None:
             f" {', '.join(allowed)}"
         )
     if question.precision.matmul not in engine.precisions:
+        presets = load_presets().get(question.kind, {}).values()
+        types = {preset.matmul for preset in presets}
+        allowed_types = [name for name in engine.precisions if name in types or not types]
         raise EngineError(
             f"engine {engine.name} does not compute matmuls in {question.precision.matmul};"
-            " allowed:"
-            f" {', '.join(engine.precisions)}"
+            f" allowed: {', '.join(allowed_types)}"
         )
     precision_name = name_precision(question.kind, question.precision.model_dump())
     if question.kind_row.trains and precision_name not in engine.trains_in:
@@ -214,20 +217,6 @@ def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> 
         )
 
 
-def _check_server(request: Request, engine: EngineRow) -> None:
-    """Check the settings of engines that send requests to a server: raise EngineError if one is
-    missing, RequestError for an endpoint that the engine does not use.
-    """
-    if request.engine_settings.endpoint is not None and not engine.endpoint:
-        raise RequestError(
-            f"engine.endpoint: engine {engine.name} sends nothing to a server of yours; leave it"
-            " out, or use --engine http"
-        )
-    missing = engine.explain_missing_setting(request.resolved.case, request.engine_settings)
-    if missing is not None:
-        raise EngineError(missing)
-
-
 def _check_engine_options(
     request: Request, engine: EngineRow, plan: Plan, launcher: Launcher
 ) -> None:
@@ -236,9 +225,15 @@ def _check_engine_options(
     with a remote launcher.
     """
     if not engine.can_divide(plan):
-        allowed = "".join(name.upper() for name in engine_rows.DEGREES if name in engine.degrees)
+        has_replicas = request.resolved.case.question.kind_row.replicas
+        allowed = "".join(
+            name.upper()
+            for name in engine_rows.DEGREES
+            if name in engine.degrees and (has_replicas or name != "dp")
+        )
         raise EngineError(
-            f"engine {engine.name} cannot divide a model as {plan}; allowed: --parallel {allowed}"
+            f"engine {engine.name} cannot divide a model as {plan}; allowed:"
+            f" {f'--parallel {allowed}' if allowed else 'one device'}"
         )
     options = {
         "--resume": request.resume,
@@ -326,8 +321,8 @@ def find_checkpoint(request: Request) -> ResumePoint | None:
     )
     if train is None:
         raise RequestError(
-            f"--resume: {resolved.case.name} is an inference case, which cannot resume; leave"
-            " --resume out"
+            f"--resume: {resolved.case.name} is {_name_kind(resolved.case)} case, which cannot"
+            " resume; leave --resume out"
         )
     folder, record_id = (source, None) if source.is_dir() else _find_record_checkpoints(source)
     path, state, passed_over = checkpoint_folders.find_last_checkpoint(folder)
@@ -366,6 +361,12 @@ def find_checkpoint(request: Request) -> ResumePoint | None:
         ],
         passed_over,
     )
+
+
+def _name_kind(case: Case) -> str:
+    """Return the noun of a case's kind of work with its article, such as `an inference`."""
+    noun = case.question.kind_row.noun
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def _find_record_checkpoints(record_path: Path) -> tuple[Path, str]:
@@ -423,8 +424,8 @@ def _check_paths(request: Request, launcher: Launcher) -> None:
     saves_checkpoints = case.tune.checkpoint_every is not None
     if saves_checkpoints and case.question.train is None:
         raise RequestError(
-            f"tune.checkpoint_every: {case.name} is an inference case without checkpoints; leave"
-            " it out"
+            f"tune.checkpoint_every: {case.name} is {_name_kind(case)} case without checkpoints;"
+            " leave it out"
         )
     if saves_checkpoints and (request.out / "checkpoints").is_file():
         raise RequestError(
@@ -454,6 +455,11 @@ def _check_paths(request: Request, launcher: Launcher) -> None:
                 f"{option} {str(path)!r} is neither a regular file nor a folder; check the path"
             )
     task = case.question.task_row
+    if request.data is not None and not task.needs_data(case.question.data):
+        raise RequestError(
+            f"--data: {case.name} makes its data itself; leave it out, or ask for others, as"
+            f" steelyard show {case.name} lists below question.data"
+        )
     if case.size == "full" and request.data is None and task.needs_data(case.question.data):
         source = catalog.find_task_source(task.name)
         get = f" (or auto, after steelyard data get {source.name})" if source is not None else ""

@@ -356,7 +356,12 @@ class CaseRun:
             )
             case = self.checked.case
         for warning in preflight.check_hosts(
-            self.hellos, case, plan, [*needed, *probe], environment.hash_package()
+            self.hellos,
+            case,
+            plan,
+            [*needed, *probe],
+            environment.hash_package(),
+            is_elsewhere=checked.engine.endpoint,
         ):
             if self.warn is not None:
                 self.warn(warning)

@@ -140,7 +140,12 @@ def _format_install_command(python: str) -> str:
 
 
 def check_hosts(
-    hosts: dict[str, HelloMessage], case: Case, plan: Plan, needed: list[NeededPath], package: str
+    hosts: dict[str, HelloMessage],
+    case: Case,
+    plan: Plan,
+    needed: list[NeededPath],
+    package: str,
+    is_elsewhere: bool = False,
 ) -> list[str]:
     """Check all hosts of a run and return warnings about memory, shared devices and an engine that
     cannot be identified, each once; raise RequestError for the first host that cannot take part, is
@@ -149,7 +154,8 @@ def check_hosts(
 
     `hosts` are the `hello` messages by host; `needed` are the paths that were asked for in `open`,
     in its order, as pairs of alternative names and the message for a host that has none of them;
-    `package` is the hash of this package's files.
+    `package` is the hash of this package's files. With `is_elsewhere` no host holds the model, and
+    memory is not looked at.
     """
     warnings: list[str] = []
     first_name, first = next(iter(hosts.items()))
@@ -164,7 +170,8 @@ def check_hosts(
         check_host(name, hello, plan, needed)
         _check_software(name, hello, first_name, first)
         _check_devices(name, hello, first_name, first, plan)
-        warnings += _check_memory(name, hello, case, plan)
+        if not is_elsewhere:
+            warnings += _check_memory(name, hello, case, plan)
         warnings += _check_engine_identity(name, hello)
     return list(dict.fromkeys(warnings))
 

@@ -2,11 +2,12 @@
 what a record keeps of the answers.
 """
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from steelyard.data.request_outcomes import Lengths
+from steelyard.errors import short_repr
 from steelyard.schema import FrozenModel
 from steelyard.tasks.generate import answers
 from steelyard.tasks.task import Score, Task
@@ -14,7 +15,21 @@ from steelyard.words import get_meanings
 
 MAX_TOKENS = 1 << 24
 Source = Literal["ids", "texts", "sharegpt", "trace"]
-LengthField = Literal["data"] | int | tuple[int, int]
+LENGTH_FORM = 'a number of tokens, two bounds such as [512, 1024], or "data"'
+
+
+def _check_length(value: Any) -> Any:
+    """Return the value of a length unchanged, a list as a tuple; raise ValueError if it is neither
+    a number, two numbers, nor "data".
+    """
+    numbers = value if isinstance(value, list | tuple) else [value]
+    is_number = all(type(number) is int for number in numbers)
+    if value != "data" and not (is_number and len(numbers) in ((2,) if numbers is value else (1,))):
+        raise ValueError(f"must be {LENGTH_FORM} (it is {short_repr(value)})")
+    return tuple(value) if isinstance(value, list) else value
+
+
+LengthField = Annotated[Literal["data"] | int | tuple[int, int], BeforeValidator(_check_length)]
 
 
 class GenerateData(FrozenModel):
