@@ -114,6 +114,61 @@ def list_default_numbers(name: str, run: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(
+    ("options", "generates"),
+    [
+        ((), True),
+        (("--precision", "bf16"), True),
+        (("--precision", "tf32"), False),
+        (("--precision", "fp8"), False),
+        (("--steps", "2"), False),
+        (("--explain",), False),
+        (("--devices", "2"), False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_smoke_leaves_generation_out_where_an_option_is_none_for_it(
+    asked: CollectRequests, options: tuple[str, ...], generates: bool
+) -> None:
+    requests = asked("smoke", *options)
+    kinds = {request.resolved.case.question.kind for request in requests}
+    assert kinds == {"score", "train"} | ({"generate"} if generates else set())
+    engines = {
+        request.engine for request in requests if request.resolved.case.question.load is not None
+    }
+    assert engines == ({"transformers"} if generates else set())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loads"),
+    [
+        (("--sweep", "load.concurrency=1,4"), ["C1", "C4"]),
+        (("--sweep", "question.load.rate=2,8"), ["2 req/s", "8 req/s"]),
+        (("--set", "load.rate=8"), ["8 req/s"]),
+        (("--set", "load.mode=offline"), ["offline"]),
+        (
+            ("--sweep", "load.arrivals=poisson,constant", "--set", "load.rate=8"),
+            ["8 req/s", "8 req/s constant"],
+        ),
+    ],
+)
+def test_each_load_is_a_question_of_its_own(
+    asked: CollectRequests,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    loads: list[str],
+) -> None:
+    """A number of another mode than the case's implies that mode; every point has its own key."""
+    monkeypatch.setattr(
+        "steelyard.cli.execute_runs.run_sweep",
+        lambda requests, axes, times, output: execute_runs.run_each(requests, output),
+    )
+    requests = asked("llama3-8b-generate", "--size", "smoke", *arguments)
+    cases = [request.resolved.case for request in requests]
+    assert [case.question.load.name for case in cases if case.question.load] == loads
+    assert len({case.compute_key("f") for case in cases}) == len(loads)
+
+
+@pytest.mark.parametrize(
     "numbers,here,divisible,run",
     [
         ((1, 2), 2, False, [1, 2]),

@@ -10,6 +10,7 @@ from pathlib import Path
 from steelyard import accelerators
 from steelyard.case import new_case, resolve, sweep
 from steelyard.case.case import Case
+from steelyard.case.precision import load_presets
 from steelyard.case.request import (
     EngineSettings,
     Request,
@@ -236,8 +237,8 @@ def resolve_cases_at(
 def _resolve_smoke_cases(engine: str | None, options: RunOptions) -> list[ResolvedCase]:
     """Return every shipped case that the engine (None: the default of the case) runs, resolved at
     size smoke, once for each division that case and engine both have, or for the one in the
-    options. Raise RequestError if the options name another size, or something that a case does not
-    have.
+    options. Cases of generation are left out if the options are none for them. Raise RequestError
+    if the options name another size, or something that another case does not have.
     """
     if options.size not in (None, SMOKE):
         size = options.size
@@ -247,6 +248,8 @@ def _resolve_smoke_cases(engine: str | None, options: RunOptions) -> list[Resolv
         )
     resolved: list[ResolvedCase] = []
     for name in resolve.list_shipped_cases():
+        if not _suits_load(resolve.resolve_case(name, SMOKE).case, engine, options):
+            continue
         case = resolve.resolve_case(
             name, SMOKE, options.precision, options.division, options.settings
         ).case
@@ -260,6 +263,22 @@ def _resolve_smoke_cases(engine: str | None, options: RunOptions) -> list[Resolv
                     resolve.resolve_case(name, SMOKE, options.precision, division, options.settings)
                 )
     return resolved
+
+
+def _suits_load(case: Case, engine: str | None, options: RunOptions) -> bool:
+    """Return whether a case of a kind with a load (generation) has a run with these options: not
+    with --steps, --explain or --trace, nor in a precision or division that the engine (None: the
+    default of the case) does not have. True for other kinds, which have them, or refuse them.
+    """
+    kind = case.question.kind_row
+    if not kind.has_load:
+        return True
+    row = engine_rows.find_engine(engine or choose_default_engine(case))
+    preset = load_presets()[kind.name].get(options.precision or case.question.precision.name)
+    is_computed = preset is not None and preset.matmul in row.precisions
+    is_divided = options.division is None or options.division in row.divisions
+    is_limited = options.steps is not None or options.explain or options.trace
+    return is_computed and is_divided and not is_limited
 
 
 def _list_device_counts(case: Case, engine: str, options: RunOptions) -> list[int]:
