@@ -115,27 +115,18 @@ def _find_count_differences(
     record: Record, samples: RequestSamples, table: RequestTable
 ) -> Iterator[Message]:
     """Yield a message for each way of counting tokens that disagrees with another: nothing counted
-    them; the chunks of a request with its total; the server's count of a prompt with what was sent;
+    them; the server's count of a prompt with what was sent;
     the kept answers with the counts; and, with trained weights, the generated text.
     """
     if samples.counted_by == "chunks":
         yield Message("counted.nothing")
-    sums = np.diff(np.concatenate(([0], np.cumsum(table.chunk_tokens)))[table.chunk_starts])
     ok = table.is_ok
-    if (sums != table.output_tokens)[ok].any():
-        first = int(np.flatnonzero(ok & (sums != table.output_tokens))[0])
-        values: MessageValues = {
-            "first": first,
-            "chunks": int(sums[first]),
-            "total": int(table.output_tokens[first]),
-        }
-        yield Message("counted.chunk_sums", values)
     apart = np.abs(table.usage_prompt_tokens - table.prompt_tokens)
     allowed = np.maximum(MAX_TOKEN_DIFFERENCE * table.prompt_tokens, SPECIAL_TOKENS)
     wrong = np.flatnonzero(ok & (table.usage_prompt_tokens >= 0) & (apart > allowed))
     if len(wrong):
         first = int(wrong[0])
-        values = {
+        values: MessageValues = {
             "first": first,
             "theirs": int(table.usage_prompt_tokens[first]),
             "ours": int(table.prompt_tokens[first]),

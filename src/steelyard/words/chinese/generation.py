@@ -191,7 +191,6 @@ TEXTS: dict[str, str] = {
     "counted.usage": "按服务器的 usage 计数",
     "counted.chunks": "按数据块计数",
     "counted.nothing": "服务器既未给出 token id，也未给出数量，而一个数据块可含任意多个 token",
-    "counted.chunk_sums": "请求 {first} 的各数据块共 {chunks:,} 个 token，其总数为 {total:,}",
     "counted.prompts": "服务器对请求 {first} 的提示词计 {theirs:,} 个 token，实际发送 {ours:,} 个",
     "counted.answers": "请求 {first} 的答案保留了 {kept:,} 个 token，计数为 {total:,} 个",
     "counted.text": "按模型分词器，生成文本共 {text:,} 个 token，计数为 {total:,} 个",

@@ -288,9 +288,6 @@ TEXTS: dict[str, str] = {
         "the server says neither the ids of tokens nor how many there are, and a chunk may "
         "carry any number"
     ),
-    "counted.chunk_sums": (
-        "the chunks of request {first} carry {chunks:,} tokens, its total is {total:,}"
-    ),
     "counted.prompts": (
         "the server counts {theirs:,} tokens in the prompt of request {first}; {ours:,} were sent"
     ),
