@@ -1,5 +1,5 @@
-"""The twenty known errors of tools that measure servers, one test each or more:
-docs/generate.md: with that fault our numbers are right, or the run is invalid with its reason.
+"""The twenty known errors of tools that measure servers, a test each, by number: with that
+fault our numbers are right, or the run is invalid with its reason.
 
 A scripted server has exact times (fixtures/scripted_port.py); faults of streams are those of the
 mock server, by counts and never by times.
