@@ -3,6 +3,7 @@ sentences that rank no load against another.
 """
 
 import re
+from typing import Any
 
 import pytest
 
@@ -134,6 +135,25 @@ def test_another_question_is_another_case() -> None:
         ("llama3-8b-generate", "full"),
         ("llama3-8b-generate", "full", "question.data.output_tokens=256"),
     ]
+
+
+def test_windows_with_too_few_requests_are_one_note() -> None:
+    records = [
+        made.make_generation_record(point, number, metrics=make_metrics_of_few(60 - number))
+        for number, point in enumerate(made.SWEEP)
+    ]
+    text = report.render_text(report.build_summary_page(records), None)
+    assert "No ttft_p99: needs 662 requests, the windows have 56 to 60.\n" in text
+
+
+def make_metrics_of_few(count: int) -> dict[str, Any]:
+    """Return metrics of a run whose window has too few requests for a 99th percentile."""
+    few = {"code": "percentile.few", "values": {"least": 662, "count": count}}
+    return {
+        "output_tokens_per_s": {"value": 10.0, "unit": "tokens/s"},
+        "ttft_p50": {"value": 0.1, "unit": "s"},
+        "ttft_p99": {"value": None, "unit": "s", "note": few},
+    }
 
 
 def test_one_load_has_no_curve() -> None:

@@ -42,7 +42,7 @@ def test_the_facts_of_the_requests() -> None:
     assert facts["Tokens counted by"] == "their ids"
     assert facts["Salt"] == "5a175a175a175a17"
     assert facts["Client"] == golden("client-of-a-run")
-    assert facts["Outcomes"] == "ok 20"
+    assert facts["Outcomes"] == "20 ended regularly"
     assert facts["Answers checked"] == golden("answers-checked")
     assert "Error" not in facts
     assert "Device" not in facts
@@ -50,7 +50,7 @@ def test_the_facts_of_the_requests() -> None:
 
 def test_failed_requests_are_counted_with_their_first_error() -> None:
     facts = read_facts(made.make_generation_record(failures=4))
-    assert facts["Outcomes"] == "ok 16, refused 4"
+    assert facts["Outcomes"] == "16 ended regularly, 4 refused"
     assert facts["Error"] == "503 Service Unavailable: <b>full</b>"
     assert facts["Requests"] == "20 sent, 16 answered, 48 output tokens"
 
@@ -123,8 +123,8 @@ def test_a_declared_device_is_marked_wherever_it_stands(
 ) -> None:
     details: dict[str, Any] = {"is_external": True} | ({"device": device} if device else {})
     records = made.make_sweep("http", points=made.SWEEP[:2], details=details)
-    key = "declared-device" if device else "undeclared-device"
-    words = golden(key, language=lang)
+    declared = golden("declared-device", language=lang)
+    words = declared if device else golden("undeclared-device", language=lang)
     text = report.render(records, "text", lang)
     # nowhere the device of the machine that sent the requests
     assert "NVIDIA H200 ×" not in text

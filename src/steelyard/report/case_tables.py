@@ -45,6 +45,7 @@ from steelyard.report.numbers import (
     join_by_slash,
 )
 from steelyard.report.published_rows import PublishedRow, find_published_rows, make_size_note
+from steelyard.report.unknown_times import list_unknown_time_notes
 from steelyard.words import PageWords
 
 
@@ -316,28 +317,6 @@ def format_shared_field(field: TableField, records: Sequence[Record]) -> str:
     if field.times:
         return format_times([None if mean is None else mean.value for mean in means])
     return join_by_slash([format_metric(*pair) for pair in zip(field.metrics, means, strict=True)])
-
-
-MAX_TIME_NOTES = 3  # reasons why percentiles are unknown that stand below a table
-
-
-def list_unknown_time_notes(records: Sequence[Record], say: PageWords) -> list[str]:
-    """Return why times that short tables show, such as a 99th percentile, are unknown in some of
-    these finished runs: one note for each reason, at most MAX_TIME_NOTES, with the metrics that it
-    is of.
-    """
-    names_by_reason: dict[str, dict[str, None]] = {}
-    for record in records:
-        fields = load_table_layout(record.task.kind_row).shared
-        for name in (name for field in fields if field.times for name in field.metrics):
-            value = record.metrics.get(name)
-            if value is not None and value.value is None and value.note is not None:
-                reason = words.render_text(value.note, say.lang)
-                names_by_reason.setdefault(reason, {})[name] = None
-    return [
-        say("load.unknown", say("comma").join(names), reason)
-        for reason, names in list(names_by_reason.items())[:MAX_TIME_NOTES]
-    ]
 
 
 def _energy_column(layout: TableLayout, say: PageWords) -> ColumnSpec[ComparedRuns | PublishedRow]:

@@ -17,7 +17,6 @@ from steelyard.report.case_tables import (
     ComparedRuns,
     format_shared_field,
     group_compared_runs,
-    list_unknown_time_notes,
 )
 from steelyard.report.columns import TableField, load_table_layout
 from steelyard.report.document import (
@@ -55,6 +54,7 @@ from steelyard.report.numbered_runs import (
 )
 from steelyard.report.numbers import format_number, format_times
 from steelyard.report.point_geometry import find_frontier
+from steelyard.report.unknown_times import list_unknown_time_notes
 from steelyard.words import PageWords
 
 MAX_SERIES = 8

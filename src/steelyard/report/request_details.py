@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from steelyard import words
-from steelyard.data.request_outcomes import OUTCOMES
 from steelyard.metrics.metric_table import find_metric as metric_row
 from steelyard.metrics.passes import find_rate_span
+from steelyard.metrics.request_rules import OUTCOME_CODES
 from steelyard.record.record import Record, Value
 from steelyard.record.request_samples import US, ClientFacts, RequestSamples
 from steelyard.report.derived_texts import DerivedTexts
@@ -164,8 +164,12 @@ def _outcome_facts(samples: RequestSamples, say: PageWords) -> list[Fact]:
     """Return how many requests ended in which way, most frequent first, and the texts of the first
     errors, one fact each.
     """
-    counts = Counter(OUTCOMES[code] for code in samples.table.outcome.tolist())
-    listed = (f"{name} {format_count(count)}" for name, count in counts.most_common())
+    names, codes = list(OUTCOME_CODES), samples.table.outcome.tolist()
+    counts = Counter(names[code] for code in codes)
+    listed = (
+        say("requests.outcomes.count", format_count(count), say(OUTCOME_CODES[name]))
+        for name, count in counts.most_common()
+    )
     return [
         Fact(
             say("requests.outcomes"),

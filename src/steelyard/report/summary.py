@@ -23,7 +23,6 @@ from steelyard.metrics.shipped_cases import list_later_fields, list_modified_par
 from steelyard.record.record import Record, Value
 from steelyard.report.case_tables import (
     format_shared_field,
-    list_unknown_time_notes,
     merge_repeats,
 )
 from steelyard.report.columns import TableField, load_table_layout
@@ -56,6 +55,7 @@ from steelyard.report.numbered_runs import (
     select_averaged,
 )
 from steelyard.report.numbers import UNKNOWN, format_count, format_number
+from steelyard.report.unknown_times import list_unknown_time_notes
 from steelyard.words import PageWords
 
 UNEVALUATED_MARK = "*"
