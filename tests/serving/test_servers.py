@@ -29,7 +29,7 @@ from steelyard.engines.http.ready_server import (
 from steelyard.engines.http.server_metrics import ServerCounters, parse_counters
 from steelyard.engines.http.server_process import ServerError, ServerProcess
 from steelyard.engines.http.servers import KNOWN_METRICS, TRANSFORMERS_SERVE, VLLM
-from steelyard.engines.http.warm_up import choose_format
+from steelyard.engines.http.warm_up import choose_format, send_requests
 from steelyard.errors import RequestError
 
 CASE = "llama3-8b-generate"
@@ -332,3 +332,18 @@ def test_rows_name_existing_servers() -> None:
         "vllm": "vllm",
     }
     assert json.dumps([bool(row.untried) for row in rows]) == "[false, true]"
+
+
+def test_the_tokens_of_a_chats_template_are_found_and_taken_off() -> None:
+    """The mock server counts the words of a prompt: eight of hex digits, 24 others, and two of its
+    template.
+    """
+    with open_client(Script(template_tokens=2)) as client:
+        server = replace(make_server(client), word_width=4)
+        settings = EngineSettings(api="chat")
+        form = choose_format(server, settings, make_requests(32, 4))
+        assert form.template_tokens == 2
+        plain = choose_format(server, EngineSettings(prompts="text"), make_requests(32, 4))
+        assert plain.template_tokens == 0
+        [end] = send_requests(client, form, [make_requests(32, 4).make(0)])
+    assert end.prompt_tokens == 32

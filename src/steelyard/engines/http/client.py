@@ -52,7 +52,8 @@ class RequestFormat:
     """How requests are written: for which `api` ("completions" or "chat") and `model`; prompts as
     token ids (`sends_ids`) or text; with `is_exact` the end of a text is ignored; `asks_ids` asks
     for the ids of the output, `asks_logprobs` for log-probabilities. With `word_width` a prompt is
-    written in words of that width (word_vocabulary.py), as answers are read.
+    written in words of that width (word_vocabulary.py), as answers are read. `template_tokens` is
+    how many tokens the server's template of a chat adds to each prompt.
     """
 
     api: str
@@ -62,6 +63,7 @@ class RequestFormat:
     asks_ids: bool = False
     asks_logprobs: bool = False
     word_width: int = 0
+    template_tokens: int = 0
 
     @property
     def path(self) -> str:
@@ -197,7 +199,17 @@ class HttpClient:
             sums.cached_tokens = (sums.cached_tokens or 0) + answer.cached_tokens
         if answer.distances.compared:
             sums.distances[request.number] = answer.distances
-        return end if end.error is None else replace(end, error=self.hide_key(end.error))
+        return self._complete_end(end, port)
+
+    def _complete_end(self, end: RequestEnd, port: "HttpPort") -> RequestEnd:
+        """Return an end without the key in its error, and without the tokens of a template among
+        those of its prompt.
+        """
+        error = None if end.error is None else self.hide_key(end.error)
+        prompt_tokens = end.prompt_tokens
+        if prompt_tokens is not None:
+            prompt_tokens = max(0, prompt_tokens - port.request_format.template_tokens)
+        return replace(end, error=error, prompt_tokens=prompt_tokens)
 
     async def _read_answer(
         self, request: GenerationRequest, port: "HttpPort", answer: Answer
@@ -217,7 +229,7 @@ class HttpClient:
                 for chunk in chunks:
                     port.sink.add_chunk(request.number, chunk.tokens, chunk.ids)
                 if answer.is_done:
-                    port.report_end(request.number, answer.end())
+                    port.report_end(request.number, self._complete_end(answer.end(), port))
                     await _drain(response)
                     return answer.end()
                 if chunks:

@@ -144,6 +144,8 @@ class HttpGenerate:
         details = {} if self._server is None else dict(self._server.details)
         if self._format is not None:
             details["api"] = self._format.api
+            if self._format.api == "chat":
+                details["template_tokens"] = self._format.template_tokens
             as_text = "words" if self._format.word_width else "text"
             details["prompts"] = "ids" if self._format.sends_ids else as_text
         details["scheduling"] = "server"

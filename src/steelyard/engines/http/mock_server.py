@@ -30,7 +30,7 @@ class Script:
     ids are the microseconds of the loop's clock when a chunk is written. `early`: so many tokens
     fewer than asked; `channel`: the field of a chat's text; `cached`: tokens of each prompt that
     its cache is said to have had; `vocab`: the first id that it does not generate; `distance`: by
-    how many nats another token is likelier than the first.
+    how many nats another token is likelier than the first; `template_tokens`: of a chat.
 
     `fault`, after `fault_after` requests: "status" (answer with `status`), "die", "hang" (no answer
     at all), "slow" (headers after `slow_s`), "cut" (in the midst of the stream), "garbage",
@@ -50,6 +50,7 @@ class Script:
     channel: str = "content"
     cached: int = -1
     distance: float = 0.0
+    template_tokens: int = 0
     vocab: int = 1 << 30
     fault: str = ""
     fault_after: int = 0
@@ -199,7 +200,8 @@ class MockServer:
         script, body = self.script, received.body
         is_chat = received.path.endswith("/chat/completions")
         asked = max(0, int(body.get("max_tokens", 16)) - script.early)
-        usage: dict[str, Any] = {"prompt_tokens": _count_prompt(body), "completion_tokens": asked}
+        prompt_tokens = _count_prompt(body) + (script.template_tokens if is_chat else 0)
+        usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": asked}
         if script.cached >= 0:
             usage |= {"prompt_tokens_details": {"cached_tokens": script.cached}}
         start_s = self._loop.time()

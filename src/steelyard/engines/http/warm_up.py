@@ -63,7 +63,10 @@ def choose_format(
     for request_format in formats:
         [end] = send_requests(server.client, request_format, [request])
         if not _is_refusal(end):
-            return request_format
+            template_tokens = 0
+            if request_format.api == "chat" and end.prompt_tokens is not None:
+                template_tokens = max(0, end.prompt_tokens - len(request.prompt))
+            return replace(request_format, template_tokens=template_tokens)
     why = (end.error or end.outcome).partition("\n")[0]
     if formats[-1].is_exact:
         natural = replace(formats[-1], is_exact=False)
