@@ -80,6 +80,7 @@ def test_every_metric_is_documented():
 RULE_MODULES = (
     *("validity.py", "cpu_contention.py", "clock_checks.py", "plausibility.py"),
     "weights_check.py",
+    *("interval_rules.py", "request_rules.py", "answer_rules.py"),
 )
 
 
@@ -95,13 +96,15 @@ def test_every_reason_is_documented():
         "shared",
         "quality",
     )
+    codes += ("requests", "short_output", "token_counts", "warm_cache", "client_bound", "unsteady")
+    codes += ("wrong_answers",)
     for code in (*codes, "clock", "reported", "implausible", "hidden", "busy", "weights"):
         assert f'"{code}"' in checks, code
         assert f"`{code}`" in DOCS["metrics.md"], code
     assert f"| `{standing.UNPROVEN_CODE}` |" in DOCS["metrics.md"]
     assert len(validity.RULES) == 17  # a new rule needs a new row in docs/metrics.md
     # a new rule of a kind of work needs one too
-    assert len({rule for kind in kinds.load_kinds().values() for rule in kind.rules}) == 7
+    assert len({rule for kind in kinds.load_kinds().values() for rule in kind.rules}) == 16
     run = "".join(path.read_text() for path in (ROOT / "src/steelyard/run").glob("*.py"))
     failed = {*re.findall(r'Failure\(\s*"(\w+)"', run), *get_args(RankStatus), "not_started"}
     assert {"killed", "host_silent", "parent_gone", "disk_full"} <= failed
@@ -136,6 +139,7 @@ def test_every_status_and_version_of_the_formulas_is_documented():
     assert f"`formulas` {standing.FIRST_VERSION_WITH_UNPROVEN} on" in DOCS["metrics.md"]
     assert f"| scoring | {stats.MIN_STEPS} batches " in DOCS["metrics.md"]
     assert f"| training | {stats.MIN_STEPS_FOR_STEADY_INTERVAL} steps: " in DOCS["metrics.md"]
+    assert f"| generation | {stats.MIN_STEPS} turns of the load " in DOCS["metrics.md"]
 
 
 def test_every_field_of_a_record_is_documented():
