@@ -279,6 +279,17 @@ def test_chunks_that_do_not_add_up_are_refused(counts):
         make(chunk_count=counts)
 
 
+def test_chunks_that_wrap_around_to_the_stated_number_are_refused():
+    """All 18,447 counts are allowed numbers, and their sum is 2 to the power of 64."""
+    columns = {name: np.zeros(18_447, np.int64) for name in PER_REQUEST}
+    columns |= {"chunk_us": np.zeros(0, np.int64), "chunk_tokens": np.zeros(0, np.int64)}
+    columns["chunk_count"][:-1] = 10**15
+    columns["chunk_count"][-1] = 2**64 - 18_446 * 10**15
+    assert columns["chunk_count"].sum() == 0
+    with pytest.raises(ValidationError, match="not as many as stated"):
+        make_request_samples(columns, **FACTS)
+
+
 def test_tokens_that_are_not_those_of_the_chunks_are_refused():
     """A record cannot state more tokens than it shows chunks for."""
     for tokens in ([5, 0, 7], [4, 1, 7], [4, 0, 6], [0, 0, 0]):

@@ -149,6 +149,25 @@ def test_slots_are_taken_in_the_order_in_which_they_became_free():
     assert (run.table.due_s >= run.table.scheduled_s).all()
 
 
+def test_slots_that_became_free_one_after_the_other_are_taken_in_this_order(monkeypatch):
+    """While a request is handed in others end; each is reported a moment after the one before."""
+    monkeypatch.setattr(loops, "BURST", 1)
+    clock = ScriptedClock()
+
+    def take_time(done: int) -> None:
+        clock.now_s += 0.125
+
+    loop = RequestLoop(
+        make_requests(12), closed(3), ScriptedDevice(clock), clock, request_done=take_time
+    )
+    port = ScriptedPort(clock, loop, answer(0.25, 0.0), submit_s=1.0)
+    loop.plan()
+    table = loop.make_trace(loop.run(port), "generate").samples.table
+    assert (np.diff(table.scheduled_s) >= 0).all()
+    free_s = np.sort(table.end_s)
+    assert table.scheduled_s.tolist() == [0, 0, 0, *free_s[:9]]
+
+
 def test_requests_arrive_until_the_least_time_is_over():
     assert len(plan_arrivals(open_loop(4), make_requests(3), 2.0)) == 9  # that at 2 s is the last
     assert len(plan_arrivals(open_loop(4), make_requests(30), 2.0)) == 30
@@ -186,6 +205,10 @@ def test_more_output_than_a_record_has_room_for_is_refused_before_the_run(monkey
     RequestLoop(make_requests(10), OFFLINE, ScriptedDevice(clock), clock).plan()
     loop = RequestLoop(make_requests(11), OFFLINE, ScriptedDevice(clock), clock)
     with pytest.raises(RequestError, match=r"11 requests: a record has room for .*, and for 40"):
+        loop.plan()
+    monkeypatch.setattr(loops, "MAX_REQUESTS", 9)
+    loop = RequestLoop(make_requests(10), OFFLINE, ScriptedDevice(clock), clock)
+    with pytest.raises(RequestError, match=r"10 requests: a record has room for 9"):
         loop.plan()
 
 
@@ -333,6 +356,13 @@ def test_a_flood_of_tokens_is_cut_off():
     assert run.table.end_s.tolist() == [2, 4]
     run = run_requests(closed(1), make_requests(1), lambda *_: [(0.5, 10**12), (1.0, RequestEnd())])
     assert find_outcomes(run) == ["flooded"]
+
+
+def test_chunks_beyond_the_room_of_a_record_are_cut_off(monkeypatch):
+    monkeypatch.setattr(loops, "MAX_CHUNKS", 6)
+    run = run_requests(closed(1), make_requests(3), answer(0.5, 0.125))
+    assert find_outcomes(run) == ["ok", "flooded", "flooded"]
+    assert run.table.output_tokens.tolist() == [4, 2, 0]
 
 
 def test_usage_corrects_the_tokens_of_chunks_and_no_times():
