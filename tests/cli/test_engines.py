@@ -168,7 +168,7 @@ def test_engines_without_a_server_are_left_out(monkeypatch: pytest.MonkeyPatch) 
     settings = EngineSettings(endpoint="http://127.0.0.1:9/v1")
     runs, _ = verb.check_engine_requests([replace(named, engine_settings=settings)])
     assert [entry.engine.name for entry in runs] == ["http"]
-    with pytest.raises(RequestError, match=r"engine\.endpoint: engine transformers sends nothing"):
+    with pytest.raises(RequestError, match=r"engine\.endpoint: engine transformers does not read"):
         verb.check_engine_requests(
             [replace(named, engine="transformers", engine_settings=settings)]
         )
