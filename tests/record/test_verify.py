@@ -14,6 +14,8 @@ import pytest
 
 from fixtures.golden import golden
 from fixtures.records import SPECS, rewrite_record
+from fixtures.requests import make_even_loop, make_generation_record
+from fixtures.requests import make_samples as make_request_samples_of
 from steelyard import cli
 from steelyard.metrics import metric_table, verify
 from steelyard.record import ceilings_record, record
@@ -221,3 +223,63 @@ def test_formula_that_raises_is_reported_as_a_bug(
         assert lines[-2] == "ZeroDivisionError: nobody thought of it"
         assert lines[-1].startswith("error: a bug in steelyard ")
         assert lines[-1].endswith(golden("not-in-your-request-please-report"))
+
+
+def write_generation(folder: Path) -> Path:
+    """Write a made-up record of generation into a folder, with what follows from its samples, and
+    return its path.
+    """
+    samples = make_request_samples_of(make_even_loop(2, 40))
+    wall_s = float(samples.table.end_s.max())
+    kept = {"numbers": [3], "tokens": [[1, 2, 3, 4]]}
+    checked = {"numbers": [3], "compared": [4], "exact": [4], "largest": [0.0]}
+    made = make_generation_record(
+        samples,
+        ranks=[{"rank": 0, "host": "a", "device": "chip:0", "status": "done"}],
+        budget={"imports": 10.0, "generate": wall_s},
+        outputs={"passes": {"generate": kept, "check": checked}},
+    )
+    key = verify.compute_question_key(made.case.question, made.fingerprint)
+    made = made.model_copy(update={"case": made.case.model_copy(update={"key": key})})
+    path = folder / "made.json"
+    path.write_bytes(record.to_canonical_bytes(record.record_to_json(made)))
+    return rewrite_record(path, lambda contents: None)
+
+
+def test_everything_of_generation_follows_from_its_samples(tmp_path: Path) -> None:
+    path = write_generation(tmp_path)
+    assert verify.verify_record(path) == []
+    assert record.read_record(path).status == "valid"
+
+
+@pytest.mark.parametrize("name", ["ttft_p50", "output_tokens_per_s", "interactivity", "mbu"])
+def test_a_changed_metric_of_generation_is_found(tmp_path: Path, name: str) -> None:
+    path = write_generation(tmp_path)
+    made = record.read_record(path)
+    value = made.metrics[name].model_copy(update={"value": 0.001})
+    changed = made.model_copy(update={"metrics": {**made.metrics, name: value}})
+    path.write_bytes(record.to_canonical_bytes(record.record_to_json(record.seal_record(changed))))
+    assert [text.split(" is ")[0] for text in verify.verify_record(path)] == [f"metric {name}"]
+
+
+def test_shorter_times_of_requests_follow_no_more(tmp_path: Path) -> None:
+    path = write_generation(tmp_path)
+    made = record.read_record(path)
+    faster = make_request_samples_of(make_even_loop(2, 40, time_s=0.5))
+    changed = made.model_copy(update={"requests": [faster]})
+    path.write_bytes(record.to_canonical_bytes(record.record_to_json(record.seal_record(changed))))
+    problems = verify.verify_record(path)
+    assert any(text.startswith("metric tpot_p50 is 0.25; recomputed") for text in problems)
+
+
+def test_a_record_without_its_requests_is_noticed(tmp_path: Path) -> None:
+    path = write_generation(tmp_path)
+    assert not any("request samples" in text for text in verify.list_remarks(path))
+
+    def strip(contents: dict[str, Any]) -> None:
+        del contents["requests"]
+
+    rewrite_record(path, strip)
+    assert verify.verify_record(path) == []
+    assert [reason.code for reason in record.read_record(path).reasons] == ["requests", "few_steps"]
+    assert any("the record lacks request samples" in text for text in verify.list_remarks(path))
