@@ -2,11 +2,13 @@
 
 import json
 import socket
+from pathlib import Path
 
 import aiohttp
 import pytest
 
 from fixtures.serving import CHAT, IDS, TEXT, RecordingSink, make_request, open_client, send
+from fixtures.web import make_certificate
 from steelyard.engines.http.client import RequestFormat
 from steelyard.engines.http.mock_server import Script
 
@@ -93,6 +95,20 @@ def test_a_key_is_sent_and_shown_nowhere() -> None:
         "refused",
         'status 401: {"error": "wrong key: Bearer ***"}',
     )
+
+
+@pytest.mark.process
+def test_only_certificates_that_the_system_trusts_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate = make_certificate(tmp_path)
+    with open_client(Script(), certificate=certificate) as client:
+        end = send(client, [make_request(0)]).ends[0]
+    assert end.outcome == "unreachable"
+    assert "CERTIFICATE_VERIFY_FAILED" in str(end.error)
+    monkeypatch.setenv("SSL_CERT_FILE", f"{certificate}.crt")
+    with open_client(Script(), certificate=certificate) as client:
+        assert send(client, [make_request(0)]).ends[0].outcome == "ok"
 
 
 def test_wait_returns_at_its_time_and_goes_on_later() -> None:

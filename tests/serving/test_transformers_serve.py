@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-from fixtures.commands import CommandResult, Shell
+from fixtures.commands import CommandResult, Shell, wait_for
 from fixtures.serving import open_client
 from steelyard.case.resolve import resolve_case
 from steelyard.data.request_outcomes import OUTCOMES
@@ -119,6 +120,31 @@ def test_a_server_that_is_started_here_gives_the_answers_of_engine_torch(
     assert len(distances["numbers"]) == 4
     assert max(distances["largest"]) < 0.05
     assert shell.wait_until_ended(10.0)
+
+
+@pytest.mark.parametrize("killed", ["worker", "agent", "parent"])
+def test_a_killed_run_leaves_no_server_behind(
+    killed: str, shell: Shell, smollm2: Path, texts: Path
+) -> None:
+    settings = [part for setting in SETTINGS for part in ("--set", setting)]
+    process = shell.start(
+        *("run", "--model", smollm2, "--task", "generate", "--data", texts, "--precision", "fp32"),
+        *("--engine", "transformers-serve", "--accelerator", "cpu", *settings),
+        *("--out", shell.out),
+    )
+    modules = {"worker": "steelyard.run.worker", "agent": "steelyard.run.node"}
+
+    def find(module: str) -> list[psutil.Process]:
+        """Return this test's processes that run a module."""
+        return [one for one in shell.processes() if module in one.cmdline()]
+
+    assert wait_for(lambda: find(TRANSFORMERS_SERVE.module), 120.0)
+    if killed == "parent":
+        process.kill()
+    else:
+        find(modules[killed])[0].kill()
+    process.wait(60)
+    assert shell.wait_until_ended(30.0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from urllib.request import Request
 import pytest
 
 from fixtures.golden import golden
-from fixtures.web import Page, Server, serve_pages
+from fixtures.web import Page, Server, make_certificate, serve_pages
 from steelyard.sources import download as downloads
 from steelyard.sources.download import DownloadError, ExpectedFile, NoSpaceError, download_file
 from steelyard.sources.http import RefusedAddressError, _RedirectHandler
@@ -431,40 +431,8 @@ def test_proxies_of_the_environment_are_used(server, told, tmp_path, monkeypatch
 
 @pytest.fixture
 def certificate(tmp_path):
-    """Write a self-signed certificate for 127.0.0.1 with its key and return the path; the
-    certificate alone is beside it as .crt.
-    """
-    path = tmp_path / "certificate.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=here",
-    ]
-    try:
-        subprocess.run(
-            [
-                *command,
-                "-addext",
-                "subjectAltName=IP:127.0.0.1",
-                "-keyout",
-                path,
-                "-out",
-                f"{path}.crt",
-            ],
-            check=True,
-            capture_output=True,
-        )
-    except FileNotFoundError:
-        pytest.skip("no openssl to make a certificate with")
-    path.write_text(path.read_text() + Path(f"{path}.crt").read_text())
-    return path
+    """The path of a self-signed certificate for 127.0.0.1 with its key."""
+    return make_certificate(tmp_path)
 
 
 @pytest.mark.process

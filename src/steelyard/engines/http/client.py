@@ -10,6 +10,7 @@ import json
 import resource
 import select as system_select
 import selectors
+import ssl
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -131,7 +132,11 @@ class HttpClient:
         headers = HEADERS | ({} if self._key is None else {"Authorization": f"Bearer {self._key}"})
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=IDLE_S, use_dns_cache=True, ttl_dns_cache=None
+                limit=0,
+                keepalive_timeout=IDLE_S,
+                ttl_dns_cache=None,
+                # made here: aiohttp makes its own when it is imported
+                ssl=ssl.create_default_context() if self.endpoint.startswith("https") else True,
             ),
             timeout=timeout,
             headers=headers,

@@ -145,7 +145,8 @@ def start_server(job: Job, row: ServerRow, part: Part) -> ReadyServer:
     python = job.settings.python or sys.executable
     arguments = [*row.make_arguments(start), *shlex.split(job.settings.arguments)]
     with part("server"):
-        process = ServerProcess(row, python, arguments)
+        hidden = () if job.settings.key_variable is None else (job.settings.key_variable,)
+        process = ServerProcess(row, python, arguments, hidden)
         client = HttpClient(f"http://{LOOPBACK}:{port}/v1", None, job.settings.timeout_s)
         client.open()
         process.wait_until_ready(client, READY_S)
