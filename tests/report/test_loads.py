@@ -13,6 +13,9 @@ from fixtures.pages import parse_html
 from fixtures.report import A100_ENVIRONMENT, make_record
 from steelyard import report
 from steelyard.errors import RequestError
+from steelyard.metrics import side_comparison
+from steelyard.metrics.side_comparison import Comparison
+from steelyard.metrics.time_waterfall import make_waterfalls
 from steelyard.record.record import Record
 from steelyard.report import as_csv, report_data
 from steelyard.report.document import (
@@ -335,6 +338,57 @@ def test_data_have_the_load() -> None:
     assert loads[1] is None
     header, row, _ = as_csv.render_csv(records).splitlines()
     assert dict(zip(header.split(","), row.split(","), strict=False))["load"] == "C16"
+
+
+def test_two_runs_are_compared_without_answers_to_other_prompts() -> None:
+    base, new = (
+        salt_requests(made.make_generation_record(number=number), digits)
+        for number, digits in ((1, "aa" * 8), (2, "bb" * 8))
+    )
+    found = compare(base, new)
+    text = report.render_text(report.build_comparison_page(found), 80)
+    assert text.splitlines()[0].endswith("bf16 · closed · C16")
+    assert golden("other-items") not in text
+    same = compare(base, base)
+    assert golden("other-items") in report.render_text(report.build_comparison_page(same), 80)
+
+
+def compare(base: Record, new: Record) -> Comparison:
+    """Compare two records."""
+    sides = (side_comparison.make_side(name, [one]) for name, one in (("a", base), ("b", new)))
+    return side_comparison.compare_sides(*sides, [], 0.01)
+
+
+def salt_requests(record: Record, digits: str) -> Record:
+    """Return a copy of a record whose prompts had another salt."""
+    samples = record.requests[0].model_copy(update={"salt": digits})
+    return record.model_copy(update={"requests": [samples]})
+
+
+def test_compared_latencies_are_in_milliseconds() -> None:
+    base = made.make_generation_record(number=1)
+    new = made.make_generation_record((16, 1800.0, 125.0, 0.0411, 1.25), 2)
+    found = compare(base, new)
+    page = report.build_comparison_page(found)
+    [metrics] = [
+        item
+        for item in walk_elements(page.elements)
+        if isinstance(item, Table) and item.columns[0].title == "metric"
+    ]
+    rows = {row.cells[0].text: [cell.text for cell in row.cells] for row in metrics.rows}
+    units = {row.cells[0].text: row.cells[0].sub for row in metrics.rows}
+    assert (units["ttft_p50"], units["tpot_p50"]) == ("ms", "s")
+    assert rows["ttft_p50"][1:3] == ["83.50", "41.10"]
+    assert rows["tpot_p50"][1:3] == ["0.008470", "1.250"]
+
+
+@pytest.mark.parametrize(("division", "count"), [("closed", 1), ("open", 0)])
+def test_a_waterfall_needs_counts_of_what_was_computed(division: str, count: int) -> None:
+    record = made.make_generation_record()
+    case = record.case.model_copy(update={"division": division})
+    record = record.model_copy(update={"case": case})
+    assert len(make_waterfalls(record)) == count
+    assert "C16" in report.render_text(report.build_waterfall_page([record], "en"), 100)
 
 
 def test_nothing_is_published_in_flagperf_s_form() -> None:

@@ -236,9 +236,12 @@ def compare_answers(base: Record, record: Record, metric: str) -> AnswerDifferen
 
 def _compare_choices(base: Record, record: Record) -> Differences | None:
     """Return how many items of the base's headline pass were answered differently, as the task
-    counts them; None if the task does not compare answers, the base has no headline pass, or a
-    record has no answers.
+    counts them; None if the task does not compare answers, the base has no headline pass, a record
+    has no answers, or both answered other prompts: requests have a new salt in each run.
     """
+    salts = [[samples.salt for samples in one.requests] for one in (base, record)]
+    if salts[0] != salts[1]:
+        return None
     differences, pass_name = base.task.differences, passes.find_headline_pass(base)
     base_answers, record_answers = base.answers, record.answers
     if differences is None or pass_name is None or base_answers is None or record_answers is None:

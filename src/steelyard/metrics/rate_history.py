@@ -170,10 +170,12 @@ def _make_entry(record: Record) -> RecordSummary:
     """Return the index entry of a record; nothing is written.
 
     `setup` is a hash of its tune, engine, providers, environment and weights fields without the
-    devices' UUIDs: equal for repeats. `unread_key` is the key that the question has if the data
-    were not read. `rate` and `interval` are None if it has no rate.
+    devices' UUIDs: equal for repeats. The load of generation stands behind the case's name.
+    `unread_key` is the key that the question has if the data were not read. `rate` and `interval`
+    are None if it has no rate.
     """
     case, scope, plan, source = record.case, record.scope, record.plan, record.environment.source
+    load = record.question.load
     rate_estimate = estimates.estimate_rate(record)
     metric = estimates.choose_quality_metric([record])
     quality = record.metrics.get(metric)
@@ -187,7 +189,7 @@ def _make_entry(record: Record) -> RecordSummary:
         created=record.created,
         status=standing.find_status(record),
         codes=tuple(standing.list_reason_codes(record)),
-        name=case.name,
+        name=case.name if load is None else f"{case.name} · {load.name}",
         size=case.size,
         key=case.key,
         unread_key=compute_question_key(case.question, record_fields.UNREAD_FINGERPRINT),

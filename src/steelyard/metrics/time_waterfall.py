@@ -216,19 +216,18 @@ def _from_samples(record: Record) -> Waterfall | None:
     Rows are `peak` (causal FLOPs at the datasheet's peak, 0 s if unknown), `rate` (more time at the
     measured matmul rate), each phase but compute, and `rest`. If matmuls at the measured rate would
     take longer than the time outside these phases, `rate` and `rest` are one row `together`, last.
-    None if there is no span, no time, no tokens, or times that a program reported.
+    None if there is no span, no time, no tokens, times that a program reported, or requests of
+    which nobody counted what was computed.
     """
     rate_span, forwards = passes.find_rate_span(record), record.task.kind_row.forwards
-    if (
-        rate_span is None
-        or not rate_span.wall_s
-        or not rate_span.counts.get("tokens")
-        or record.clock == "reported"
-    ):
+    if rate_span is None or not rate_span.wall_s or record.clock == "reported":
+        return None
+    counts = rate_span.counts if rate_span.computed is None else rate_span.computed
+    if not counts.get("tokens"):
         return None
     steps = rate_span.steps.get(rate_span.slowest_rank, [])
     flops_per_device = (
-        flops.count_flops(record.question.model, rate_span.counts, "causal", forwards) or 0
+        flops.count_flops(record.question.model, counts, "causal", forwards) or 0
     ) / passes.count_devices(record)
     peak, achieved = rates.datasheet_peak(record).value, rates.matmul_rate(record).value
     ideal_s = flops_per_device / peak if peak else 0.0

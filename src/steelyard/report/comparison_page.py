@@ -24,6 +24,7 @@ from steelyard.report.document import (
     build_table,
 )
 from steelyard.report.group_tables import ANSWER_COLUMNS, make_answer_cells
+from steelyard.report.loads import format_load, has_load, is_latency_name
 from steelyard.report.marks import format_engine, list_vouching_notes, mark_task
 from steelyard.report.numbered_runs import make_estimate_cell
 from steelyard.report.numbers import (
@@ -54,6 +55,7 @@ def build_comparison_page(comparison: Comparison, lang: Lang = "en") -> Page:
     first_record = (comparison.base.finished or comparison.base.records)[0]
     case = first_record.case
     title = f"{say('compare')}: {case.name} · {case.size} · {case.precision} · {case.division}"
+    title += f" · {format_load(first_record)}" if has_load(first_record) else ""
     title = mark_task(title, first_record, say)
     elements: list[PageElement] = [
         Heading(1, title),
@@ -285,20 +287,29 @@ def _changes_table(
         """Return the name of a metric or phase as in tables, and its unit below unless it is a
         percentage.
         """
-        return Cell(
-            metric_row(change.name).heading, "" if change.form == "percent" else change.unit
-        )
+        unit = "ms" if is_in_ms(change) else change.unit
+        return Cell(metric_row(change.name).heading, "" if change.form == "percent" else unit)
+
+    def is_in_ms(change: ValueChange) -> bool:
+        """Return whether both sides of a latency are below a second, and shown in ms."""
+        means = [mean for mean in (change.base, change.new) if mean is not None]
+        return is_latency_name(change.name, change.unit) and max(means, default=1.0) < 1.0
+
+    def format_mean(change: ValueChange, mean: float | None) -> str:
+        """Return the mean of one side."""
+        factor = 1000.0 if is_in_ms(change) else 1.0
+        return format_compared_number(change.form, None if mean is None else mean * factor)
 
     columns: tuple[ColumnSpec[ValueChange], ...] = (
         ColumnSpec(say(f"compare.{subject}"), name_cell),
         ColumnSpec(
             say("compare.base"),
-            lambda change: format_compared_number(change.form, change.base),
+            lambda change: format_mean(change, change.base),
             right=True,
         ),
         ColumnSpec(
             say("compare.new"),
-            lambda change: format_compared_number(change.form, change.new),
+            lambda change: format_mean(change, change.new),
             right=True,
         ),
         ColumnSpec(

@@ -84,9 +84,13 @@ def has_load(record: Record) -> bool:
 
 
 def is_latency(record: Record, metric_name: str) -> bool:
-    """Return whether a metric is the mean or a percentile of a time of this record's requests,
+    """Return whether a metric of a record is the mean or a percentile of a time of its requests,
     which pages show in ms where it is below a second.
     """
     stored = record.metrics.get(metric_name)
-    is_time = stored is not None and stored.unit == "s"
-    return has_load(record) and is_time and metric_name.rpartition("_")[2] in STATISTICS
+    return stored is not None and is_latency_name(metric_name, stored.unit)
+
+
+def is_latency_name(metric_name: str, unit: str) -> bool:
+    """Return whether a metric of this unit is the mean or a percentile of a time, by its name."""
+    return unit == "s" and metric_name.rpartition("_")[2] in STATISTICS

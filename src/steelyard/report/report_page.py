@@ -269,6 +269,9 @@ def build_meanings(
     settings = [
         (*say.get_meaning(f"setting.{name}"), say(head)) for name, head in _SETTING_HEADS.items()
     ]
+    if any(has_load(run.record) for run in runs):
+        head = say("column.load.short")
+        settings.append((say("load.meaning.name"), say("load.meaning"), head))
     shown_rows = [row for name, row in rows.items() if name in compared_metrics]
     out: list[PageElement] = [_meanings_table([*settings, *shown_rows], say)]
     other_rows = [row for name, row in rows.items() if name not in compared_metrics]

@@ -10,6 +10,11 @@ TEXTS: dict[str, str] = {
     "load": "负载",
     "load.unknown": "{0} 未知：{1}。",
     "load.few": "需要 {0} 个请求，各窗口有 {1} 至 {2} 个",
+    "load.meaning.name": "负载",
+    "load.meaning": (
+        "请求的发送方式，属于问题的一部分：C16 为 16 个空位的闭环，8 req/s 为开环，"
+        "offline 为同时发出"
+    ),
     "load.at": "{0} · {1}",
     "load.curve": "吞吐与交互速度",
     "load.curve.x": "交互速度：单个用户的输出 token/s",

@@ -10,6 +10,11 @@ TEXTS: dict[str, str] = {
     "load": "Load",
     "load.unknown": "No {0}: {1}.",
     "load.few": "needs {0} requests, the windows have {1} to {2}",
+    "load.meaning.name": "Load",
+    "load.meaning": (
+        "how requests are sent, a part of the question: C16 is a closed loop of 16 slots, 8 req/s"
+        " an open loop, offline all at once"
+    ),
     "load.at": "{0} · {1}",
     "load.curve": "Throughput against interactivity",
     "load.curve.x": "interactivity: output tokens/s of one user",
