@@ -8,8 +8,6 @@ kept, so that no answer can fill the memory.
 import asyncio
 import json
 import resource
-import select as system_select
-import selectors
 import ssl
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -24,6 +22,7 @@ from steelyard.engine.generation import RequestEnd, RequestSink
 from steelyard.engines.http.answer import Answer
 from steelyard.engines.http.event_stream import StreamError
 from steelyard.engines.http.logprobs import DistanceSum
+from steelyard.engines.http.precise_loop import make_loop
 from steelyard.engines.http.word_vocabulary import format_words
 
 READ_BYTES = 1 << 20  # of the buffer of a connection: a smaller one slows long prompts down
@@ -33,19 +32,6 @@ DRAIN_S = 1.0  # for what follows the end of an answer, so that its connection c
 MAX_BODY_BYTES = 4 << 20
 MAX_SHOWN_CHARS = 300
 HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-
-
-class PreciseSelector(selectors.DefaultSelector):
-    """A selector that waits to the microsecond: that of the standard library rounds up to the next
-    millisecond, by which requests would be late.
-    """
-
-    def select(self, timeout: float | None = None) -> Any:
-        """Return the events, after at most so many seconds (None: without limit)."""
-        if timeout is not None and timeout > 0:
-            system_select.select([self], [], [], timeout)
-            timeout = 0
-        return super().select(timeout)
 
 
 @dataclass(frozen=True)
@@ -114,7 +100,7 @@ class HttpClient:
     def __init__(self, endpoint: str, key: str | None, timeout_s: float) -> None:
         self.endpoint = endpoint.rstrip("/")
         self._key, self.timeout_s = key, timeout_s
-        self.loop = asyncio.SelectorEventLoop(PreciseSelector())
+        self.loop = make_loop()
         self._session: aiohttp.ClientSession | None = None
 
     def open(self) -> None:

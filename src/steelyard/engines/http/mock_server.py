@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from steelyard.engines.http.precise_loop import make_loop
+
 LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 64 << 20
 FLOOD_BYTES = 64 << 10  # of one write
@@ -339,4 +341,5 @@ def parse_script(arguments: list[str]) -> Script:
 if __name__ == "__main__":
     import sys
 
-    asyncio.run(run(parse_script(sys.argv[1:])))
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(run(parse_script(sys.argv[1:])))
