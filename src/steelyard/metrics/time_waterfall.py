@@ -292,12 +292,15 @@ def _measured_s(record: Record, profile: Profile) -> float | None:
     share is multiplied by DP.
     """
     rate_span, forwards = passes.find_rate_span(record), record.task.kind_row.forwards
-    if rate_span is None or not profile.counts.get("tokens") or not rate_span.counts.get("tokens"):
+    if rate_span is None:
+        return None
+    span_counts = rate_span.counts if rate_span.computed is None else rate_span.computed
+    if not profile.counts.get("tokens") or not span_counts.get("tokens"):
         return None
     model = record.question.model
     whole, part = (
         flops.count_flops(model, counts, "causal", forwards)
-        for counts in (rate_span.counts, profile.counts)
+        for counts in (span_counts, profile.counts)
     )
     if not whole or not part:
         return None
