@@ -21,8 +21,10 @@ from steelyard.data.request_outcomes import OUTCOMES
 from steelyard.engine.generation import RequestEnd
 from steelyard.engine.work import Work
 from steelyard.errors import RequestError
+from steelyard.run import arrivals
 from steelyard.run import requests as loops
-from steelyard.run.requests import RequestLoop, plan_arrivals
+from steelyard.run.arrivals import plan_arrivals
+from steelyard.run.requests import RequestLoop
 
 COUNTS = ("tokens", "samples", "logits", "pairs", "square", "sequences", "context_tokens")
 OFFLINE = Load(mode="offline")
@@ -37,9 +39,9 @@ def closed(concurrency: int) -> Load:
     return Load(mode="concurrency", concurrency=concurrency)
 
 
-def open_loop(rate: float, arrivals: str = "constant", most: int | None = None) -> Load:
+def open_loop(rate: float, kind: str = "constant", most: int | None = None) -> Load:
     """Return an open loop of so many requests per second, of which at most `most` are open."""
-    return Load(mode="rate", rate=rate, arrivals=arrivals, max_concurrency=most)
+    return Load(mode="rate", rate=rate, arrivals=kind, max_concurrency=most)
 
 
 def find_outcomes(run) -> list[str]:
@@ -193,7 +195,7 @@ def test_requests_are_the_same_in_every_run_and_numbered_as_they_are_sent():
 
 
 def test_more_arrivals_than_a_record_has_room_for_are_refused(monkeypatch):
-    monkeypatch.setattr(loops, "MAX_REQUESTS", 100)
+    monkeypatch.setattr(arrivals, "MAX_REQUESTS", 100)
     with pytest.raises(RequestError, match=r"min_time_s=30\.0: more than 100 requests arrive"):
         plan_arrivals(open_loop(4), make_requests(3), 30.0)
     assert len(plan_arrivals(open_loop(4), make_requests(100), None)) == 100

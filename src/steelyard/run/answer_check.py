@@ -16,7 +16,8 @@ from steelyard.engine import engine_rows
 from steelyard.engine.job import Job
 from steelyard.plan import degrees
 from steelyard.record.request_samples import ClientFacts, RequestSamples
-from steelyard.run.requests import RequestState, RequestTrace
+from steelyard.run.request_columns import RequestState
+from steelyard.run.requests import RequestTrace
 
 CHECKERS = ("torch", "transformers")  # reference engines, the first that knows the model is taken
 CHECK_TOKENS = 8192  # tokens of a batch: this pass is not measured

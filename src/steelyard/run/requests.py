@@ -13,31 +13,33 @@ waits, never between a request's time and its sending.
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from steelyard.accelerators.events import Clock, Timeline, get_clock_name
 from steelyard.case.load import Load
 from steelyard.data.prompts import GenerationRequest, PromptRequests
-from steelyard.data.request_outcomes import OUTCOMES, CountedBy
+from steelyard.data.request_outcomes import CountedBy
 from steelyard.engine.generation import RequestEnd, RequestPort
 from steelyard.engine.work import Work
 from steelyard.errors import RequestError
 from steelyard.record.request_samples import (
     MAX_CHUNKS,
     MAX_REQUESTS,
-    PER_CHUNK,
-    PER_REQUEST,
-    US,
     ClientFacts,
     RequestSamples,
     make_request_samples,
 )
+from steelyard.run.arrivals import plan_arrivals
 from steelyard.run.clock import now
 from steelyard.run.measure import Mark, PassTrace
+from steelyard.run.request_columns import (
+    RequestState,
+    append_unsent,
+    make_columns,
+    settle_tokens,
+    to_us,
+)
 
 TICK_S = 0.05  # the loop wakes up at least so often, and so knows how late it wakes up
 # failures in a row after which no more requests are sent: nobody is there to answer
@@ -50,67 +52,6 @@ RESERVE = 64  # prompts that are kept ready during the run, at least; one for ea
 MAX_OUTPUT_TOKENS = 15_000_000  # of all requests together; below MAX_CHUNKS of a record
 # An answer beyond so many times the tokens that were asked for, and some, is cut off.
 FLOOD_FACTOR, FLOOD_TOKENS = 2, 64
-UNENDED = RequestEnd("missing")
-
-
-def plan_arrivals(load: Load, requests: PromptRequests, min_time_s: float | None) -> list[float]:
-    """Return the times of arrival of an open loop in seconds since its start, all fixed before the
-    first request: as many as `requests.count`, and more until `min_time_s` is over. Poisson
-    arrivals are drawn from the case's seed; those of a trace repeat behind its end. Raises
-    RequestError if these are more requests than a record has room for.
-    """
-    times: list[float] = []
-    for time_s in _draw_arrivals(load, requests):
-        if len(times) >= requests.count and (min_time_s is None or time_s > min_time_s):
-            break
-        if len(times) == MAX_REQUESTS:
-            raise RequestError(
-                f"min_time_s={min_time_s}: more than {MAX_REQUESTS:,} requests arrive until then;"
-                " ask for less time or a lower load.rate"
-            )
-        times.append(time_s)
-    return times
-
-
-def _draw_arrivals(load: Load, requests: PromptRequests) -> Iterator[float]:
-    """Yield the times of arrival of an open loop in seconds, without end. Raises RequestError if
-    they are those of a trace and there is none.
-    """
-    trace, rate = requests.source.arrivals_s, load.rate or 1.0
-    if load.arrivals == "trace":
-        if trace is None:
-            raise RequestError(
-                "load.arrivals 'trace' needs prompts of a trace: set question.data.source=trace"
-            )
-        # the first comes again one mean gap after the last
-        period_s = trace[-1] + (trace[-1] / max(1, len(trace) - 1) or 1.0)
-        yield from (trace[i % len(trace)] + period_s * (i // len(trace)) for i in count())
-    elif load.arrivals == "constant":
-        yield from (i / rate for i in count())
-    generator, time_s = np.random.default_rng([requests.seed, 5]), 0.0
-    while True:
-        time_s += float(generator.exponential(1 / rate))
-        yield time_s
-
-
-@dataclass(slots=True)
-class RequestState:
-    """What the loop knows of one request; times in seconds since the start of the pass. `times_s`
-    and `tokens` have one value for each chunk, `ids` one for each token whose id is known.
-    `output_tokens` are those of the chunks so far, `fault` what is wrong with them.
-    """
-
-    request: GenerationRequest
-    scheduled_s: float
-    due_s: float
-    sent_s: float
-    times_s: "array[float]" = field(default_factory=lambda: array("d"))
-    tokens: "array[int]" = field(default_factory=lambda: array("q"))
-    ids: "array[int]" = field(default_factory=lambda: array("i"))
-    output_tokens: int = 0
-    fault: RequestEnd | None = None
-    end_s: float | None = None
-    end: RequestEnd = UNENDED
 
 
 @dataclass(frozen=True)
@@ -349,15 +290,15 @@ class RequestLoop:
         """
         wall_s, client_cpu_s = steps.wall_s, self._client_cpu_s
         for state in self._states:
-            _settle_tokens(state)
-        columns = _make_columns(self._states, wall_s, self._requests)
+            settle_tokens(state)
+        columns = make_columns(self._states, wall_s, self._requests)
         if self._has_failed:
-            _append_unsent(columns, range(len(self._states), self._planned), wall_s, self._requests)
+            append_unsent(columns, range(len(self._states), self._planned), wall_s, self._requests)
         ends = [state.end for state in self._states]
         errors = dict.fromkeys(end.error[:MAX_ERROR_CHARS] for end in ends if end.error)
         regular = [end for end in ends if end.outcome == "ok"] or ends
         counted: set[CountedBy] = {end.counted_by for end in regular}
-        lags_us = sorted(_to_us(lag_s) for lag_s in self._lags_s) or [0]
+        lags_us = sorted(to_us(lag_s) for lag_s in self._lags_s) or [0]
         samples = make_request_samples(
             columns,
             pass_name=pass_name,
@@ -378,85 +319,3 @@ class RequestLoop:
 def _is_count(number: int | None) -> bool:
     """Return whether a number that a server stated can be one of tokens; None, not stated, can."""
     return number is None or (type(number) is int and 0 <= number <= MAX_CHUNKS)
-
-
-def _settle_tokens(state: RequestState) -> None:
-    """Make the tokens of a request's chunks add up to what the server's usage says, in place, if
-    they were not counted by ids: spread evenly, the first chunk and the last with at least one, so
-    that no time changes. Of more chunks than tokens, some in between are left out. A usage of no
-    tokens is not believed: the chunks stay as they were counted.
-    """
-    total, chunks = state.end.output_tokens, len(state.tokens)
-    if not total or state.end.counted_by == "ids" or not chunks or state.output_tokens == total:
-        return
-    first = total if chunks == 1 else max(1, total // chunks)
-    # token counts up to and with each chunk, in even steps from the first chunk's to all
-    sums = first + (total - first) * np.arange(chunks) // max(1, chunks - 1)
-    tokens = np.diff(sums, prepend=0)
-    times_s = np.frombuffer(state.times_s)[tokens > 0]
-    state.times_s = array("d", times_s.tobytes())
-    state.tokens = array("q", tokens[tokens > 0].astype(np.int64).tobytes())
-    state.output_tokens = total
-
-
-def _to_us(time_s: float) -> int:
-    """Return seconds as whole microseconds."""
-    return round(time_s * US)
-
-
-def _make_columns(
-    states: Sequence[RequestState], wall_s: float, requests: PromptRequests
-) -> "dict[str, array[int]]":
-    """Return the columns of request samples (record/request_samples.py), times as differences in
-    microseconds. A request without an end ended with the pass.
-    """
-    columns = {name: array("q") for name in (*PER_REQUEST, *PER_CHUNK)}
-    previous_us = 0
-    for state in states:
-        scheduled, due, sent = map(_to_us, (state.scheduled_s, state.due_s, state.sent_s))
-        stamps = np.rint(np.frombuffer(state.times_s) * US).astype(np.int64)
-        last = int(stamps[-1]) if len(stamps) else sent
-        is_kept = state.end.outcome == "ok" and state.end.text is not None
-        again = requests.encode_output(state.end.text or "") if is_kept else None
-        usage = state.end.prompt_tokens
-        values = {
-            "scheduled_us": scheduled - previous_us,
-            "due_us": due - scheduled,
-            "sent_us": sent - due,
-            "chunk_count": len(stamps),
-            "end_us": _to_us(wall_s if state.end_s is None else state.end_s) - last,
-            "prompt_tokens": len(state.request.prompt),
-            "asked_tokens": state.request.output_tokens,
-            "output_tokens": state.output_tokens,
-            "usage_prompt_tokens": -1 if usage is None else usage,
-            "retokenized_tokens": -1 if again is None else len(again),
-            "outcome": OUTCOMES.index(state.end.outcome),
-        }
-        for name, value in values.items():
-            columns[name].append(value)
-        columns["chunk_us"].frombytes(np.diff(stamps, prepend=sent).tobytes())
-        columns["chunk_tokens"].extend(state.tokens)
-        previous_us = scheduled
-    return columns
-
-
-def _append_unsent(
-    columns: "dict[str, array[int]]", numbers: range, wall_s: float, requests: PromptRequests
-) -> None:
-    """Append the requests of these numbers, which were planned and never sent, to the columns: as
-    `missing`, scheduled when the pass ended.
-    """
-    gap_us = _to_us(wall_s) - sum(columns["scheduled_us"])
-    for number in numbers:
-        prompt, output = requests.find_lengths(number)
-        values = dict.fromkeys(PER_REQUEST, 0) | {
-            "scheduled_us": gap_us,
-            "prompt_tokens": prompt,
-            "asked_tokens": output,
-            "usage_prompt_tokens": -1,
-            "retokenized_tokens": -1,
-            "outcome": OUTCOMES.index("missing"),
-        }
-        for name in PER_REQUEST:
-            columns[name].append(values[name])
-        gap_us = 0
