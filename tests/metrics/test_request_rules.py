@@ -394,7 +394,13 @@ def test_answers_that_were_not_checked_get_a_note():
 
 def test_answers_left_out_of_the_check():
     outputs = make_checked(compared=[4] * 79 + [3])
-    assert list_codes(make(outputs=outputs)) == ["wrong_answers"]
+    by_server = make(outputs=outputs)
+    assert list_codes(by_server) == []
+    assert "note.own_logprobs" in list_notes(by_server)
+    window = by_server.passes[0].model_copy(update={"pass_name": "check"})
+    checked = by_server.model_copy(update={"passes": [*by_server.passes, window]})
+    assert list_codes(checked) == ["wrong_answers"]
+    assert "note.own_logprobs" not in list_notes(checked)
 
 
 def test_declared_hardware_gets_a_note():

@@ -9,7 +9,7 @@ from math import ceil
 
 import numpy as np
 
-from steelyard.metrics.passes import find_headline_pass
+from steelyard.metrics.passes import find_headline_pass, select_windows
 from steelyard.metrics.request_window import find_headline_requests
 from steelyard.metrics.result import Finding, make_check, make_failed_check, make_note
 from steelyard.record.record import Record, Value
@@ -178,7 +178,8 @@ def _find_kept_answers(record: Record) -> GeneratedTokens | None:
 def right_answers(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Validity rule: yield a check `right_answers` (reason `wrong_answers`) that no generated token
     is farther from the likeliest one than the precision explains (`ANSWER_TOLERANCE_NATS`), in all
-    answers that were kept; a note if nothing was checked, with the reason. `metrics` is not used.
+    answers that were kept; a note if nothing was checked, with the reason, or if the distances are
+    the server's own log-probabilities, because no reference engine ran. `metrics` is not used.
     """
     pass_name, answers = find_headline_pass(record), record.answers
     if pass_name is None or find_headline_requests(record) is None or record.failure is not None:
@@ -197,6 +198,9 @@ def right_answers(record: Record, metrics: dict[str, Value]) -> Iterator[Finding
     if len(checked.numbers) < least:
         values: MessageValues = {"checked": len(checked.numbers), "least": least}
         yield make_note(Message("note.few_checked", values))
+    if not select_windows(record, check_pass):
+        yield make_note(Message("note.own_logprobs"))
+        return
     tokens = {} if kept is None else dict(zip(kept.numbers, map(len, kept.tokens), strict=True))
     compared = dict(zip(checked.numbers, checked.compared, strict=True))
     if kept is not None and compared != tokens:

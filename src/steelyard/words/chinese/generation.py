@@ -238,6 +238,7 @@ TEXTS: dict[str, str] = {
     "check.answers_left.bad": "检查了 {compared:,} 个 token，而保留待检的有 {kept:,} 个",
     "note.not_checked": "答案未经参考引擎检查",
     "note.weights_unknown": "答案未经检查：服务器的权重在此未知",
+    "note.own_logprobs": "答案按服务器自身报告的对数概率核对",
     "note.few_checked": "仅检查了 {checked:,} 个答案；请求的十分之一为 {least:,} 个",
     "note.declared": "服务器并非由本程序启动；其运行于 {device} 仅为声明，未经查证",
     "note.undeclared": "服务器并非由本程序启动，且未声明其硬件（engine.device）",

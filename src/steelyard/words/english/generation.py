@@ -363,6 +363,9 @@ TEXTS: dict[str, str] = {
     "note.weights_unknown": (
         "the answers were not checked: the weights of the server are unknown here"
     ),
+    "note.own_logprobs": (
+        "the answers were compared by the log-probabilities that the server itself reports"
+    ),
     "note.few_checked": (
         "only {checked:,} answers were checked; {least:,} are a tenth of the requests"
     ),
