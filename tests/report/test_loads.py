@@ -310,7 +310,7 @@ def test_the_page_has_the_points_as_a_table_and_the_runs_in_full() -> None:
         "83.5/125/- ms",
         "8.47/12.7/- ms",
         "6.680",
-        "160.0",
+        "160",
         "yes",
         "valid",
     ] in parsed.rows

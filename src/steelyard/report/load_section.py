@@ -52,7 +52,7 @@ from steelyard.report.numbered_runs import (
     format_tuned_settings,
     make_estimate_cell,
 )
-from steelyard.report.numbers import format_number, format_times
+from steelyard.report.numbers import UNKNOWN, format_count, format_number, format_times
 from steelyard.report.point_geometry import find_frontier
 from steelyard.report.unknown_times import list_unknown_time_notes
 from steelyard.words import PageWords
@@ -394,7 +394,7 @@ def _points_table(curve: LoadCurve, say: PageWords) -> Table:
         ),
         ColumnSpec(
             say("load.requests"),
-            lambda row: format_number("number", row[1].get_mean("window_requests")),
+            lambda row: _format_requests(row[1].get_mean("window_requests")),
             say("load.requests.sub"),
             right=True,
             priority=3,
@@ -411,6 +411,11 @@ def _points_table(curve: LoadCurve, say: PageWords) -> Table:
         columns.insert(0, ColumnSpec(say("load.engine"), lambda row: row[0].name))
     records = [record for point in curve.points for record in point.group.row.records]
     return build_table(columns, rows, list_unknown_time_notes(records, say))
+
+
+def _format_requests(count: float | None) -> str:
+    """Return a mean number of requests, rounded; UNKNOWN for None."""
+    return UNKNOWN if count is None else format_count(round(count))
 
 
 def _find_points_on_steps(curve: LoadCurve) -> set[int]:
