@@ -331,3 +331,63 @@ def test_run_of_a_config_alone_records_random_weights(shell: Shell, config_only:
         record["quality"]["evaluated"],
         record["metrics"]["tokens_per_device_s"]["value"] > 0,
     ) == (False, True)
+
+
+GENERATE = ("--task", "generate", "--weights", "random")
+
+
+def test_prompts_are_texts_with_data_and_ids_without(
+    shell: Shell, config_only: Path, requests: list[Request]
+) -> None:
+    """Texts need a tokenizer, beside the model or named; token files and ids need none."""
+    run = ("run", "--model", config_only, *GENERATE)
+    texts = shell.folder / "texts.jsonl"
+    texts.write_text('{"text": "a b c"}\n')
+    refused = shell.run_in_process(*run, "--data", texts)
+    assert (refused.code, refused.lines) == (
+        2,
+        [
+            f"error: --model {str(config_only)!r}: no tokenizer in it nor beside the data, and"
+            " task generate needs one; name it with --tokenizer"
+        ],
+    )
+    np.save(shell.folder / "owt_ids.npy", np.arange(2000, dtype=np.int32) % 500)
+    np.savez(shell.folder / "owt_idx.npz", lens=np.full(2, 1000), docs=np.arange(3))
+    assert shell.run_in_process(*run).code == 0
+    assert shell.run_in_process(*run, "--data", shell.folder / "owt").code == 0
+    assert shell.run_in_process(*run, "--data", texts, "--tokenizer", "t.json").code == 0
+    assert [
+        (request.resolved.case.question.data.source, request.tokenizer, request.engine)
+        for request in requests
+    ] == [
+        ("ids", None, "transformers"),
+        ("texts", None, "transformers"),
+        ("texts", Path("t.json"), "transformers"),
+    ]
+    question = requests[0].resolved.case.question
+    assert (question.data.prompt_tokens, question.data.output_tokens) == (410, 102)
+    assert question.load is not None
+    assert question.load.name == "C16"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", ["qwen2", "gpt2"])
+def test_a_model_of_ones_own_generates(
+    shell: Shell, model_type: str, request: pytest.FixtureRequest
+) -> None:
+    """Its trained weights answer, and the reference engine finds each token the likeliest: `torch`
+    for a type that it knows, `transformers` for others.
+    """
+    sizes = ("prompt_tokens=24", "output_tokens=4")
+    settings = [part for size in sizes for part in ("--set", f"question.data.{size}")]
+    folder = request.getfixturevalue(model_type)
+    run = ("run", "--model", folder, "--task", "generate", *settings)
+    limits = ("--set", "load.concurrency=2", "--sample", "4", "--accelerator", "cpu")
+    result = shell(*run, *limits, "--out", shell.out, "--json")
+    assert result.code in (0, 1), result.err
+    [record] = result.json()["records"]
+    assert (record["status"] == "failed", record["weights"]["source"]) == (False, "huggingface")
+    assert record["case"]["question"]["data"]["source"] == "ids"
+    values = {name: metric["value"] for name, metric in record["metrics"].items()}
+    assert (values["exact_tokens"], values["checked_requests"]) == (1.0, 1.0)
+    assert record["outputs"]["passes"]["check"]["compared"] == [4]

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from fixtures.golden import golden
+from fixtures.load_records import make_generation_record
 from fixtures.records import copy_published_record, rewrite_record
 from fixtures.report import make_record, make_training_record
 from steelyard.case import resolve
 from steelyard.case.case import AccuracyGate, FallingLossGate
+from steelyard.case.request import EngineSettings, Request
+from steelyard.case.resolve import ResolvedCase
 from steelyard.errors import RequestError
 from steelyard.metrics import verify
 from steelyard.metrics.record_fields import FieldDifference
@@ -100,6 +103,46 @@ def test_case_that_has_changed_since_is_taken_from_the_record() -> None:
         golden("case-modified-question-max_interval-the-question")
     ]
     assert rerun.describe_case_differences(make_record()) == []
+
+
+def test_a_case_of_generation_sends_the_requests_of_the_record() -> None:
+    record = make_generation_record()
+    scope = record.scope.model_copy(update={"requests": 7, "min_time_s": 2.5})
+    rebuilt = rerun.rebuild_case(record.model_copy(update={"scope": scope}))
+    assert (rebuilt.requests, rebuilt.min_time_s) == (7, 2.5)
+    assert rebuilt.question == record.question
+    assert rebuilt.slo == record.case.slo
+    window = scope.model_copy(update={"kind": "window", "sample": 7, "min_time_s": None})
+    rebuilt = rerun.rebuild_case(record.model_copy(update={"scope": window}))
+    assert (rebuilt.requests, rebuilt.min_time_s) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "device", "answers"),
+    [
+        ("http://127.0.0.1:1/v1", "1x L40S", True),
+        ("http://127.0.0.1:2/v1", "1x L40S", False),
+        ("http://127.0.0.1:1/v1", None, False),
+    ],
+)
+def test_a_run_of_another_server_does_not_answer_a_request(
+    endpoint: str, device: str | None, answers: bool
+) -> None:
+    """A sweep goes on where it was left only with the same server."""
+    details = {"endpoint": "http://127.0.0.1:1/v1", "device": "1x L40S"}
+    record = make_generation_record(engine="http", details=details)
+    settings = EngineSettings(endpoint=endpoint, device=device)
+    request = Request(
+        resolved=ResolvedCase(rerun.rebuild_case(record), {}, ""),
+        engine="http",
+        engine_settings=settings,
+        accelerator="cpu",
+    )
+    checked = check_request(request)
+    hardware = record.environment.hardware.model_copy(update={"accelerator": "cpu"})
+    environment = record.environment.model_copy(update={"hardware": hardware})
+    record = record.model_copy(update={"environment": environment, "scope": checked.scope})
+    assert rerun.is_run_of(record, checked) == answers
 
 
 def test_case_that_cannot_run_is_refused() -> None:

@@ -106,6 +106,8 @@ def new(
     run += " --engine transformers" if full.question.model.family == AUTO_FAMILY else ""
     weights = "" if result.starts_random else f" --weights {shlex.quote(str(source))}"
     lines += [f"try it:  {to_one_line(run)} --size smoke"] if "smoke" in sizes else []
-    lines += [f"run it:  {to_one_line(run + weights)} --data PATH"]
+    needs_data = full.question.task_row.needs_data(full.question.data)
+    data = " --data PATH" if needs_data else ""
+    lines += [f"run it:  {to_one_line(run + weights)}{data}"]
     print_stdout("\n".join(lines))
     return 0

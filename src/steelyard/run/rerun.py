@@ -76,9 +76,10 @@ def make_request(earlier_record: Record) -> Request:
 
 
 def rebuild_case(earlier_record: Record) -> Case:
-    """Return the case of a record: its own question, size, tune, gate, `max_interval` and published
-    rows; the rest (title, text, divisions, device counts) comes from the shipped case of the same
-    name if there is one, else name and defaults are used.
+    """Return the case of a record: its own question, size, tune, gate, `max_interval`, published
+    rows, numbers of requests and limits of goodput; the rest (title, text, divisions, device
+    counts) comes from the shipped case of the same name if there is one, else name and defaults are
+    used.
 
     The record's division is added to the allowed ones. Raises RequestError if the result is no
     valid case in this version.
@@ -105,6 +106,7 @@ def rebuild_case(earlier_record: Record) -> Case:
         "tune": earlier_record.tune.model_dump(mode="json"),
         "gate": gate,
         "max_interval": case_facts.max_interval,
+        **_list_generation_fields(earlier_record),
         "reference": [row.model_dump(mode="json") for row in case_facts.reference],
     }
     try:
@@ -114,6 +116,19 @@ def rebuild_case(earlier_record: Record) -> Case:
             f"record {earlier_record.id}: its case cannot be run again:"
             f" {describe_first_problem(error)}"
         ) from error
+
+
+def _list_generation_fields(earlier_record: Record) -> dict[str, Any]:
+    """Return the fields of a case of generation that are no part of the question: how many requests
+    the record's run sent at least, for how long, and its limits of goodput; all None for other
+    kinds of work. A run with `--sample` needs no number of requests from its case.
+    """
+    scope, slo = earlier_record.scope, earlier_record.case.slo
+    return {
+        "requests": scope.requests if scope.sample is None else None,
+        "min_time_s": scope.min_time_s,
+        "slo": None if slo is None else slo.model_dump(mode="json"),
+    }
 
 
 def describe_case_differences(earlier_record: Record) -> list[str]:
@@ -265,8 +280,9 @@ def find_answering_records(
 def is_run_of(earlier_record: Record, checked: CheckedRequest) -> bool:
     """Return whether a record is a valid or unproven run of this request: same case name, size,
     quality gate and `max_interval`, question, tune (except values that were `auto` in both), plan
-    (launcher included), scope, set of passes, and engine and accelerator by name (any accelerator,
-    if the request has none yet). Versions and hosts are not compared.
+    (launcher included), scope, set of passes, engine and accelerator by name (any accelerator, if
+    the request has none yet), and the address of the user's server. Versions and hosts are not
+    compared.
 
     A record does not name the folders of data and weights, so only their kind is compared:
     generated or read, random or trained. Runs that resumed from a checkpoint do not count.
@@ -296,6 +312,7 @@ def is_run_of(earlier_record: Record, checked: CheckedRequest) -> bool:
         and (earlier_record.plan, earlier_record.scope) == (checked.plan, checked.scope)
         and {window.pass_name for window in earlier_record.passes} == set(checked.passes)
         and earlier_record.engine.name == checked.engine.name
+        and _is_same_server(earlier_record, checked)
         and (
             checked.accelerator is None
             or checked.accelerator.name == earlier_record.environment.hardware.accelerator
@@ -303,3 +320,14 @@ def is_run_of(earlier_record: Record, checked: CheckedRequest) -> bool:
         and (has_generated_data, earlier_record.weights.is_trained)
         == (request.data is None, request.weights is not None)
     )
+
+
+def _is_same_server(earlier_record: Record, checked: CheckedRequest) -> bool:
+    """Return whether a record's run asked the server that the request names, on what the user says
+    is the same device; True for engines that are not given the address of one.
+    """
+    if not checked.engine.endpoint:
+        return True
+    settings, details = checked.request.engine_settings, earlier_record.engine.details
+    recorded = (getattr(details, "endpoint", None), getattr(details, "device", None))
+    return recorded == (settings.endpoint, settings.device)
