@@ -33,6 +33,7 @@ from steelyard.report.document import (
     walk_elements,
 )
 from steelyard.report.numbered_runs import (
+    format_load,
     format_metric,
     format_scope,
     format_tuned_settings,
@@ -212,6 +213,7 @@ COLUMNS: dict[str, CellMaker] = {
     "division": make_fact_column(lambda one: one.case.division),
     "precision": make_fact_column(lambda one: one.case.precision),
     "engine": make_fact_column(lambda one: one.engine.name),
+    "load": make_fact_column(format_load),
     "settings": make_fact_column(format_tuned_settings),
     "scope": make_fact_column(lambda one: format_scope(one, PageWords("en"))),
     "GPU": make_fact_column(

@@ -91,7 +91,7 @@ def _remark_on_case(run_record: Record) -> list[str]:
         return [f"no case {case.name!r} comes with this version"]
     try:
         shipped_key = resolve.resolve_case(
-            case.name, case.size, case.precision, case.division
+            case.name, case.size, case.precision, case.division, _list_load_settings(run_record)
         ).case.compute_key(run_record.fingerprint)
     except RequestError as error:
         return [f"the shipped case {case.name} has no such question: {error}"]
@@ -107,6 +107,15 @@ def _remark_on_case(run_record: Record) -> list[str]:
         f"the question is not that of the shipped case {case.name}: the key is {case.key}, that of"
         f" the shipped case with these data {shipped_key}"
     ]
+
+
+def _list_load_settings(run_record: Record) -> list[str]:
+    """Return the load of a record as `--set` would give it, because every load of a shipped case is
+    shown by name; empty for kinds of work without one.
+    """
+    load = run_record.question.load
+    facts = {} if load is None else load.model_dump(mode="json", exclude_none=True)
+    return [f"load.{name}={value}" for name, value in facts.items()]
 
 
 def _find_problems(
