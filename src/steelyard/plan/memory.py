@@ -17,7 +17,7 @@ from steelyard.case.question import Train
 from steelyard.errors import RequestError
 from steelyard.models.auto_shape import AutoModel
 from steelyard.models.shapes import GlmModel, LlamaModel, count_vocab_rows
-from steelyard.plan import flops, memory_glm
+from steelyard.plan import decode_bytes, flops, memory_glm
 from steelyard.plan.degrees import Plan, divide_layers, get_shard_degree
 
 # for fp8: of all but the layers' matrices
@@ -53,8 +53,8 @@ class MemoryParts:
     `parameters`: in the dtype they are stored in. `copies`: of parameters in the matmuls' dtype, if
     that is another; in fp8 also two of the layers' matrices. `gradients`; `states`: Adam's two
     moments; `activations`: what forwards save for backwards, or one layer's in scoring; `logits`:
-    with the last norm's input and output in training. Parts that do not apply, such as gradients in
-    scoring, are 0.
+    with the last norm's input and output in training; `cache`: keys and values in generation. Parts
+    that do not apply, such as gradients in scoring, are 0.
     """
 
     parameters: int  # in the dtype they are stored in
@@ -64,6 +64,7 @@ class MemoryParts:
     states: int  # Adam's two moments
     activations: int
     logits: int  # with the last norm's input and output
+    cache: int = 0  # keys and values of requests
 
     @property
     def total(self) -> int:
@@ -386,8 +387,8 @@ def predict_minimum(case: Case, plan: Plan) -> MemoryParts:
     needs. A case whose prediction does not fit can be refused (`check_memory`).
 
     Llama in training: the fullest stage, with the fused block, which saves less. Llama and models
-    of which only FLOPs are known in scoring: weights, activations, logits. All else (GLM): no
-    activations.
+    of which only FLOPs are known in scoring: weights, activations, logits. Llama in generation:
+    weights, activations, the cache of one request. All else (GLM): no activations.
     """
     question = case.question
     if isinstance(question.model, LlamaModel) and question.train is not None:
@@ -402,11 +403,25 @@ def predict_minimum(case: Case, plan: Plan) -> MemoryParts:
             with_gathered=True,
         )
         return max(stages, key=lambda stage: stage.total)
+    if isinstance(question.model, LlamaModel) and question.load is not None:
+        return _predict_generation(case, question.model, plan)
     if isinstance(question.model, LlamaModel):
         return _predict_scoring(question.model, question.precision, case.tune, plan)
     if isinstance(question.model, AutoModel):
         return _predict_auto_scoring(question.model, question.precision, case.tune)
     return _predict_fixed(case, plan)
+
+
+def _predict_generation(case: Case, model: LlamaModel, plan: Plan) -> MemoryParts:
+    """Return the least memory of generation on one device of a tensor-parallel group: weights, one
+    layer's activations of a step (`tune.batch_tokens`), and the keys and values of the longest
+    request alone. How many requests an engine keeps beside it is its own choice.
+    """
+    question = case.question
+    scoring = _predict_scoring(model, question.precision, case.tune, plan)
+    kv_bytes = decode_bytes.count_kv_bytes(model, question.precision) or 0
+    longest = question.task_row.longest(question.data) or 0
+    return replace(scoring, logits=0, cache=longest * kv_bytes // plan.tp)
 
 
 def _predict_auto_scoring(model: AutoModel, precision: Precision, tune: Tune) -> MemoryParts:

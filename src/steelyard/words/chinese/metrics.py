@@ -31,6 +31,7 @@ TEXTS: dict[str, str] = {
     "part.states": "优化器状态 {gib:.3g}",
     "part.activations": "激活 {gib:.3g}",
     "part.logits": "logits {gib:.3g}",
+    "part.cache": "缓存 {gib:.3g}",
     "steady.window": "稳态窗口：第 {first} 至 {last} 步（{how}）",
     "steady.found": "由各步时间得出",
     "steady.mser": "由 MSER-5 得出",

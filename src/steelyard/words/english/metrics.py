@@ -31,6 +31,7 @@ TEXTS: dict[str, str] = {
     "part.states": "states {gib:.3g}",
     "part.activations": "activations {gib:.3g}",
     "part.logits": "logits {gib:.3g}",
+    "part.cache": "cache {gib:.3g}",
     "steady.window": "steady window: steps {first} to {last} ({how})",
     "steady.found": "found from the step times",
     "steady.mser": "found by MSER-5",
