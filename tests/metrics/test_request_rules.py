@@ -174,6 +174,7 @@ def test_lengths_are_those_of_the_question(data, fields):
     ("timings", "facts", "part"),
     [
         (TIMINGS, {"counted_by": "chunks"}, "a chunk may carry any number"),
+        (change_one(usage_output=5), {}, "usage counts 5 output tokens, and its chunks carry 4"),
         (change_one(usage_prompt=53), {}, "the server counts 53 tokens"),
         (change_one(usage_prompt=43), {}, "the server counts 43 tokens"),
         (

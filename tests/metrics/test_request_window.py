@@ -140,6 +140,15 @@ def test_offline_without_a_refill_has_no_steady_part():
     assert make_rate_slices(samples.table, window, list_arrivals(samples.table, None)).count == 0
 
 
+def test_beyond_capacity_the_later_half_of_the_arrivals_is_the_window():
+    """Requests that take longer than arrivals last still show how long they waited."""
+    samples = make_samples([Timing(float(t), [t + 60.0]) for t in range(21)])
+    window = find_request_window(samples.table, Load(mode="rate", rate=1.0))
+    assert window is not None
+    assert (window.begin_s, window.end_s, window.ramp_s) == (10.0, 20.0, 10.0)
+    assert window.indices.tolist() == list(range(10, 20))
+
+
 @pytest.mark.parametrize(
     ("timings", "load"),
     [
@@ -147,7 +156,6 @@ def test_offline_without_a_refill_has_no_steady_part():
         (STAGGERED[:2], CLOSED),
         (STAGGERED[:6], CLOSED),  # two requests are left
         ([Timing(0.0, [], asked=3, outcome="failed")] * 9, CLOSED),
-        ([Timing(float(t), [t + 60.0]) for t in range(20)], Load(mode="rate", rate=1.0)),
     ],
 )
 def test_too_few_requests_have_no_window(timings: list[Timing], load: Load):

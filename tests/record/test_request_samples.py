@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from steelyard.record import request_samples
 from steelyard.record.request_samples import (
     DEFINITIONS,
+    LATER_COLUMNS,
     LEAST_NUMBERS,
     MAX_CHUNKS,
     MAX_REQUESTS,
@@ -45,6 +46,7 @@ COLUMNS = {
     "asked_tokens": [4, 4, 7],
     "output_tokens": [4, 0, 7],
     "usage_prompt_tokens": [33, -1, -1],
+    "usage_output_tokens": [4, -1, -1],
     "retokenized_tokens": [-1, -1, 6],
     "outcome": [0, 1, 0],
     "chunk_us": [250_000, 125_000, 1_000_000, 0, 500_000],
@@ -74,6 +76,18 @@ def make_table(count: int, chunks: int) -> dict[str, np.ndarray]:
         "chunk_tokens": np.ones(count * chunks, np.int64),
     }
     return columns
+
+
+def test_samples_of_before_a_column_came_say_that_it_is_unknown():
+    samples = make()
+    assert samples.table.usage_output_tokens.tolist() == [4, -1, -1]
+    earlier = {k: v for k, v in samples.columns.items() if k not in LATER_COLUMNS}
+    data = samples.model_dump(mode="json", by_alias=True) | {"columns": earlier}
+    table = RequestSamples.model_validate(data).table
+    assert table.usage_output_tokens.tolist() == [-1, -1, -1]
+    assert table.usage_prompt_tokens.tolist() == [33, -1, -1]
+    del earlier["usage_prompt_tokens"]
+    refuse(data, "other columns")
 
 
 def test_times_are_added_up_value_by_value():
@@ -303,7 +317,7 @@ def test_other_columns_are_refused():
     stored = make().model_dump(mode="json", by_alias=True)
     more = stored | {"columns": stored["columns"] | {"hidden": stored["columns"]["outcome"]}}
     refuse(more, "other columns")
-    for name in COLUMNS:
+    for name in COLUMNS.keys() - LATER_COLUMNS.keys():
         columns = {key: text for key, text in stored["columns"].items() if key != name}
         refuse(stored | {"columns": columns}, "other columns")
 

@@ -116,8 +116,8 @@ def _find_count_differences(
     record: Record, samples: RequestSamples, table: RequestTable
 ) -> Iterator[Message]:
     """Yield a message for each way of counting tokens that disagrees with another: nothing counted
-    them; the server's count of a prompt with what was sent;
-    the kept answers with the counts; and, with trained weights, the generated text.
+    them; the server's count of a prompt with what was sent; its count of an answer with that of its
+    chunks; the kept answers with the counts; and, with trained weights, the generated text.
     """
     if samples.counted_by == "chunks":
         yield Message("counted.nothing")
@@ -133,6 +133,18 @@ def _find_count_differences(
             "ours": int(table.prompt_tokens[first]),
         }
         yield Message("counted.prompts", values)
+    # with natural lengths a server may count the token that ends an answer, and not send it
+    most = 1 if samples.lengths == "natural" else 0
+    more = np.abs(table.usage_output_tokens - table.output_tokens)
+    wrong = np.flatnonzero(ok & (table.usage_output_tokens >= 0) & (more > most))
+    if len(wrong):
+        first = int(wrong[0])
+        values = {
+            "first": first,
+            "theirs": int(table.usage_output_tokens[first]),
+            "ours": int(table.output_tokens[first]),
+        }
+        yield Message("counted.outputs", values)
     yield from _compare_answers(record, table)
     yield from _compare_text(record, samples, table)
 

@@ -9,18 +9,24 @@ from steelyard.metrics.result import Finding, make_check, make_failed_check, mak
 from steelyard.record.record import Record, Value
 from steelyard.words import Message, MessageValues
 
+# Under a load prompts and outputs arrive in other proportions in each slice, so that the rate of
+# both together is less certain than the one that results are compared by.
+LOAD_RATE_METRIC = "output_tokens_per_s"
+
 
 def check_interval(record: Record, metrics: dict[str, Value]) -> list[Finding]:
     """Validity rule: return one check `interval` (reason `interval`) that the whole width of the 95
-    % interval of metric `tokens_per_device_s`, as a share of its value, is at most the case's
-    `max_interval`.
+    % interval of metric `tokens_per_device_s`, or of `output_tokens_per_s` under a load, as a share
+    of its value, is at most the case's `max_interval`.
 
     Without an interval the check fails, with reason `few_steps` (the run is unproven) if the span
     has too few steps for one, else with reason `interval`. Records of formulas before version 5
     have a note in place of the first. A pass of requests without a window is unproven too. Empty
     for size smoke, else without a value, and, if there is an interval, without a limit.
     """
-    limit, value = record.case.max_interval, metrics.get(standing.RATE_METRIC)
+    has_load = record.task.kind_row.has_load
+    name = LOAD_RATE_METRIC if has_load else standing.RATE_METRIC
+    limit, value = record.case.max_interval, metrics.get(name)
     judges_few_steps = (record.formulas or 1) >= standing.FIRST_VERSION_WITH_UNPROVEN
     if record.case.size == "smoke" or value is None:
         return []

@@ -29,6 +29,7 @@ from steelyard.record.request_samples import (
 from steelyard.words import Message
 
 MIN_WINDOW_REQUESTS = 3  # with fewer nothing is said about a run
+MAX_RAMP_SHARE = 0.5  # of the arrivals of an open loop
 COUNTS = ("tokens", "output_tokens", "prompt_tokens")  # of what arrives, beside `samples`
 COMPUTED = ("tokens", "logits", "pairs", "square", "samples")  # from which FLOPs follow
 
@@ -137,13 +138,15 @@ def _find_closed_window(table: RequestTable, load: Load) -> RequestWindow:
 
 def _find_open_window(table: RequestTable, load: Load) -> RequestWindow:
     """Return the window of an open loop: from when the first mean time of a request has passed, in
-    which the number in flight grows from zero, until the last arrival.
+    which the number in flight grows from zero, until the last arrival. Beyond capacity that time
+    may be longer than requests arrive: the window is then the later half of the arrivals, whose
+    latencies show how long requests waited.
     """
     ok = table.is_ok
     mean_s = float((table.end_s - table.scheduled_s)[ok].mean())
-    begin_s = float(table.scheduled_s[0]) + mean_s
     end_s = float(table.scheduled_s[-1])
     span_s = max(end_s - float(table.scheduled_s[0]), 1 / US)
+    begin_s = float(table.scheduled_s[0]) + min(mean_s, MAX_RAMP_SHARE * span_s)
     in_flight = min(len(table), max(1, ceil(mean_s * (len(table) - 1) / span_s)))
     return _make_window(table, load, begin_s, end_s, in_flight)
 

@@ -51,12 +51,20 @@ PER_REQUEST = (
     "asked_tokens",
     "output_tokens",
     "usage_prompt_tokens",  # as the server counts them; -1: it does not say
+    "usage_output_tokens",  # the same
     "retokenized_tokens",  # tokens of the generated text; -1: not known
     "outcome",  # index into OUTCOMES
 )
 COUNTED = PER_REQUEST[5:]  # what a table has as it is stored
+# Columns that came later, and the number that stands in earlier records for every request.
+LATER_COLUMNS = {"usage_output_tokens": -1}
 # The least number of a column where it is not 0; a chunk without tokens is none.
-LEAST_NUMBERS = {"usage_prompt_tokens": -1, "retokenized_tokens": -1, "chunk_tokens": 1}
+LEAST_NUMBERS = {
+    "usage_prompt_tokens": -1,
+    "usage_output_tokens": -1,
+    "retokenized_tokens": -1,
+    "chunk_tokens": 1,
+}
 PER_CHUNK = ("chunk_us", "chunk_tokens")  # since the chunk before, the first since sent; tokens
 
 
@@ -92,9 +100,10 @@ class RequestTable:
 
     `scheduled_s`, `due_s` (a slot was free), `sent_s`, `end_s`; `first_s` and `last_s`, the arrival
     of the first and last chunk with a token (NaN without one). `prompt_tokens` and `asked_tokens`
-    as asked, `output_tokens` as counted, `usage_prompt_tokens` and `retokenized_tokens` (-1:
-    unknown), `outcome` (index into OUTCOMES). All chunks lie end to end in `chunk_s` and
-    `chunk_tokens`; those of request i are from `chunk_starts[i]` to `chunk_starts[i + 1]`.
+    as asked, `output_tokens` as counted, `usage_prompt_tokens`, `usage_output_tokens` and
+    `retokenized_tokens` (-1: unknown), `outcome` (index into OUTCOMES). All chunks lie end to end
+    in `chunk_s` and `chunk_tokens`; those of request i are from `chunk_starts[i]` to
+    `chunk_starts[i + 1]`.
     """
 
     scheduled_s: Floats
@@ -107,6 +116,7 @@ class RequestTable:
     asked_tokens: Ints
     output_tokens: Ints
     usage_prompt_tokens: Ints
+    usage_output_tokens: Ints
     retokenized_tokens: Ints
     outcome: Ints
     chunk_starts: Ints
@@ -186,7 +196,7 @@ class RequestSamples(GrownModel):
         """Raise ValueError if a column is missing, unknown, damaged or of another length, or if its
         numbers contradict each other.
         """
-        if set(self.columns) != {*PER_REQUEST, *PER_CHUNK}:
+        if {*self.columns, *LATER_COLUMNS} != {*PER_REQUEST, *PER_CHUNK}:
             raise ValueError("request samples have other columns than this version knows")
         numbers = self._decode()
         for name, column in numbers.items():
@@ -206,8 +216,11 @@ class RequestSamples(GrownModel):
         return self
 
     def _decode(self) -> dict[str, Ints]:
-        """Return the decoded columns by name. Raises ValueError if one is damaged."""
-        return {
+        """Return the decoded columns by name; those that the record is too old for hold the number
+        of LATER_COLUMNS. Raises ValueError if one is damaged.
+        """
+        later = {name: np.full(self.count, value) for name, value in LATER_COLUMNS.items()}
+        return later | {
             name: unpack_ints(text, self.chunks if name in PER_CHUNK else self.count)
             for name, text in self.columns.items()
         }

@@ -181,8 +181,8 @@ class WeightsFacts(ExtensibleModel):
 
     @property
     def is_trained(self) -> bool:
-        """Return whether the weights come from a checkpoint: neither random nor unknown, as those of
-        a server that was not started here.
+        """Return whether the weights come from a checkpoint: neither random nor unknown, as are
+        those of a server that was not started here.
         """
         return self.source not in (None, "random", "unknown")
 

@@ -5,13 +5,14 @@ pass a reference engine computes, after the same tokens, how far each generated 
 likeliest one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from steelyard.case.case import Case
 from steelyard.data.counting import StepCounter, TextCounter
 from steelyard.data.prompts import PromptRequests
+from steelyard.data.training_rows import RowKey
 from steelyard.engine import engine_rows
 from steelyard.engine.job import Job
 from steelyard.plan import degrees
@@ -21,6 +22,7 @@ from steelyard.run.requests import RequestTrace
 
 CHECKERS = ("torch", "transformers")  # reference engines, the first that knows the model is taken
 CHECK_TOKENS = 8192  # tokens of a batch: this pass is not measured
+OWN_LOGPROBS = "logprobs"  # what checked answers, if the server reported their distances itself
 UNKNOWN_WEIGHTS = "unknown"  # source of the weights of a server that was not started here
 
 
@@ -49,12 +51,27 @@ class AnsweredTexts:
         """Return what counts the tokens of the check, of which each row needs the logits of its
         generated tokens.
         """
-        window = getattr(case.question.model, "window", None)
-        outputs = {
-            len(row): len(row) - length
-            for row, length in zip(self.rows, self.prompt_lens, strict=True)
-        }
-        return TextCounter(self, "closed", lambda length: outputs.get(length, 1), window)
+        return AnswerCounter(self, getattr(case.question.model, "window", None))
+
+
+class AnswerCounter(TextCounter):
+    """Counts answers that are checked: all tokens of a row, and a logit for each generated one."""
+
+    def __init__(self, answers: AnsweredTexts, window: int | None) -> None:
+        """Keep the answers; `window` is the model's attention window, None: full attention."""
+        super().__init__(answers, "closed", lambda length: 1, window)
+        self.answers = answers
+
+    def count(
+        self, keys: Sequence[RowKey], prefix_groups: Sequence[int] = (), held_out: bool = False
+    ) -> dict[str, int]:
+        """Return the summed counts of the rows with these indices; other arguments are ignored."""
+        sizes = [len(self.answers.rows[i]) - self.answers.prompt_lens[i] for i in keys]
+        return super().count(keys) | {"logits": sum(sizes)}
+
+    def count_expected(self, steps: range | None) -> list[dict[str, int]]:
+        """Return a list of one table: the counts of all rows. `steps` is ignored."""
+        return [self.count(range(len(self.answers.rows)))]
 
 
 def collect_answers(

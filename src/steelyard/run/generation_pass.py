@@ -33,10 +33,11 @@ from steelyard.run.requests import RequestLoop, RequestTrace
 
 @dataclass(frozen=True)
 class Checker:
-    """The reference engine of a check pass: `make_engine` makes it from a Job; `framework` and
-    `group` are those that it computes with, on the same device.
+    """The reference engine of a check pass: `name`, `make_engine`, which makes it from a Job;
+    `framework` and `group` are those that it computes with, on the same device.
     """
 
+    name: str
     make_engine: Callable[..., Any]
     framework: Framework
     group: Any
@@ -116,4 +117,4 @@ def make_checker(
     if engine_rows.find_engine(engine_name).framework != framework_name:
         framework = make_framework(framework_name)
         group = framework.join_ranks(degrees.make_single_plan(), 0, 1, None)
-    return Checker(make_engine, framework, group)
+    return Checker(name, make_engine, framework, group)

@@ -76,7 +76,7 @@ def make_columns(
         last = int(stamps[-1]) if len(stamps) else sent
         is_kept = state.end.outcome == "ok" and state.end.text is not None
         again = requests.encode_output(state.end.text or "") if is_kept else None
-        usage = state.end.prompt_tokens
+        usage_prompt, usage_output = state.end.prompt_tokens, state.end.output_tokens
         values = {
             "scheduled_us": scheduled - previous_us,
             "due_us": due - scheduled,
@@ -86,7 +86,8 @@ def make_columns(
             "prompt_tokens": len(state.request.prompt),
             "asked_tokens": state.request.output_tokens,
             "output_tokens": state.output_tokens,
-            "usage_prompt_tokens": -1 if usage is None else usage,
+            "usage_prompt_tokens": -1 if usage_prompt is None else usage_prompt,
+            "usage_output_tokens": -1 if usage_output is None else usage_output,
             "retokenized_tokens": -1 if again is None else len(again),
             "outcome": OUTCOMES.index(state.end.outcome),
         }
@@ -112,6 +113,7 @@ def append_unsent(
             "prompt_tokens": prompt,
             "asked_tokens": output,
             "usage_prompt_tokens": -1,
+            "usage_output_tokens": -1,
             "retokenized_tokens": -1,
             "outcome": OUTCOMES.index("missing"),
         }

@@ -21,20 +21,22 @@ from steelyard.engine import engine_rows
 from steelyard.engine.framework import Framework
 from steelyard.engine.job import CheckpointSchedule, Engine, Job
 from steelyard.engine.work import Work
-from steelyard.errors import ExchangeError, RequestError
+from steelyard.errors import RequestError
 from steelyard.plan import degrees, matmuls
 from steelyard.plan.matmuls import BatchMatmuls
 from steelyard.record.record import PassFacts, Sample, Scope
 from steelyard.record.run_facts import EngineDetails, WeightsFacts
 from steelyard.run.answer_check import (
+    OWN_LOGPROBS,
     UNKNOWN_WEIGHTS,
     AnsweredTexts,
     make_check_job,
 )
 from steelyard.run.clock import now, read_cpu_time_s
+from steelyard.run.exchange_check import check_all_reduce
 from steelyard.run.explain import count_profiled_steps, profile_steps
 from steelyard.run.generation_pass import collect_results, drive_requests, make_checker
-from steelyard.run.measure import PassTrace, measure_bare, time_calls
+from steelyard.run.measure import PassTrace, measure_bare
 from steelyard.run.messages import WorkerEvent
 from steelyard.run.rank_process import RankProcess, run_rank_process
 from steelyard.run.worker_files import WorkerSpec, check_json_value
@@ -42,8 +44,6 @@ from steelyard.schema import FrozenModel
 from steelyard.tasks.task import PreparedData, Sources
 from steelyard.training import checkpoint_folders
 from steelyard.training.checkpoint_folders import BeforePassOutputs, CheckpointRun, CheckpointState
-
-ALL_REDUCES = 3
 
 
 class Worker(RankProcess):
@@ -69,6 +69,7 @@ class Worker(RankProcess):
         self.outputs: FrozenModel | None = None  # the part of the outputs that no pass changes
         self._counter: StepCounter | None = None
         self._answers = AnsweredTexts()  # of generation: what is checked after its pass
+        self._check_facts: dict[str, str] = {}  # details on what checked them
 
     def run(self) -> None:
         """Do all that this rank does: prepare the data, wait until matmuls were timed on its
@@ -107,7 +108,9 @@ class Worker(RankProcess):
         if self.spec.explain:
             self._profile_steps(engine, framework)
         self._update_rank_file(compile_cache=framework.compile_cache())
-        details = EngineDetails.model_validate(check_json_value("details", engine.details()))
+        details = EngineDetails.model_validate(
+            check_json_value("details", {**engine.details(), **self._check_facts})
+        )
         self._update_rank_file(
             details=details,
             weights=WeightsFacts(**check_json_value("weights", dict(engine.weights))),
@@ -174,21 +177,9 @@ class Worker(RankProcess):
             group = framework.join_ranks(
                 self.spec.plan, self.rank, self.world_size, self.host.rendezvous
             )
-            self._update_rank_file(all_reduce_bytes_per_s=self._check_all_reduce(framework))
+            rate = check_all_reduce(framework, self.world_size)
+            self._update_rank_file(all_reduce_bytes_per_s=rate)
         return group
-
-    def _check_all_reduce(self, framework: Framework) -> float:
-        """Run a small all-reduce over all ranks before anything depends on one: one call that is
-        not timed, then `ALL_REDUCES` timed ones. Return tensor bytes per second of a call; raise
-        ExchangeError if the sum is wrong.
-        """
-        work, size_bytes, check = framework.prepare_all_reduce()
-        time_calls(work, framework, 1)  # the first call sets up connections
-        time_s = time_calls(work, framework, ALL_REDUCES) / ALL_REDUCES
-        problem = check()
-        if problem is not None:
-            raise ExchangeError(f"an all-reduce over {self.world_size} ranks is wrong: {problem}")
-        return size_bytes / time_s
 
     def _read_data(self) -> tuple[PreparedData, float]:
         """Read and tokenize the task's data for this rank's case and scope, and return them with
@@ -416,6 +407,7 @@ class Worker(RankProcess):
             engine.close()
         if own_distances is not None:
             answers = self.task.check(own_distances, self.outputs)
+            self._check_facts = {"checked_by": OWN_LOGPROBS}
             self._update_rank_file(outputs={**self.rank_file.outputs, pass_name: answers})
             return
         if engine.weights.get("source") == UNKNOWN_WEIGHTS or not self._answers.rows:
@@ -429,6 +421,7 @@ class Worker(RankProcess):
                 group,
                 self._make_framework,
             )
+        self._check_facts = {"checked_by": checker.name}
         job = self._make_job(self._answers, checker.framework, checker.group, None)
         # random weights as a server was given them
         job = replace(job, weights=getattr(engine, "written_weights", None) or job.weights)

@@ -192,6 +192,9 @@ TEXTS: dict[str, str] = {
     "counted.chunks": "按数据块计数",
     "counted.nothing": "服务器既未给出 token id，也未给出数量，而一个数据块可含任意多个 token",
     "counted.prompts": "服务器对请求 {first} 的提示词计 {theirs:,} 个 token，实际发送 {ours:,} 个",
+    "counted.outputs": (
+        "服务器的 usage 对请求 {first} 计 {theirs:,} 个输出 token，其数据块共 {ours:,} 个"
+    ),
     "counted.answers": "请求 {first} 的答案保留了 {kept:,} 个 token，计数为 {total:,} 个",
     "counted.text": "按模型分词器，生成文本共 {text:,} 个 token，计数为 {total:,} 个",
     "check.cold_cache.ok": (

@@ -291,6 +291,10 @@ TEXTS: dict[str, str] = {
     "counted.prompts": (
         "the server counts {theirs:,} tokens in the prompt of request {first}; {ours:,} were sent"
     ),
+    "counted.outputs": (
+        "request {first}: the server's usage counts {theirs:,} output tokens, and its chunks carry"
+        " {ours:,}"
+    ),
     "counted.answers": (
         "the answer of request {first} was kept with {kept:,} tokens, and {total:,} were counted"
     ),
