@@ -62,6 +62,7 @@ def test_a_run_against_a_server_is_valid_and_states_what_it_is(shell: Shell) -> 
         "cached_tokens": 0,
         "queue_peak": 3,
         "preemptions": 0,
+        "checked_by": "logprobs",
     }
     assert record["weights"] == {"source": "unknown"}
     assert record["outputs"]["passes"]["check"] == {

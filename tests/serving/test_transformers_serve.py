@@ -122,7 +122,10 @@ def test_a_server_that_is_started_here_gives_the_answers_of_engine_torch(
     assert shell.wait_until_ended(10.0)
 
 
-@pytest.mark.parametrize("killed", ["worker", "agent", "parent"])
+@pytest.mark.parametrize(
+    "killed",
+    ["worker", *(pytest.param(name, marks=pytest.mark.long) for name in ("agent", "parent"))],
+)
 def test_a_killed_run_leaves_no_server_behind(
     killed: str, shell: Shell, smollm2: Path, texts: Path
 ) -> None:
