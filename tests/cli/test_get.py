@@ -81,6 +81,10 @@ def test_get_then_list_then_auto(shell: Shell, server: Server, cache: Path) -> N
     )
     case = resolve.resolve_case("llama1-7b-openwebtext").case
     assert find_data_path(Path("auto"), case) == cache / "openwebtext"
+    generation = resolve.resolve_case("llama2-7b-generate").case
+    assert find_data_path(Path("auto"), generation) == cache / "openwebtext"
+    third = shell.run_in_process("data", "get", "llama2-7b-generate", "--json")
+    assert (third.code, third.json()["name"]) == (0, "openwebtext")
 
 
 def test_auto_without_data_names_the_command_to_get_it(shell: Shell, cache: Path) -> None:
@@ -88,6 +92,21 @@ def test_auto_without_data_names_the_command_to_get_it(shell: Shell, cache: Path
     assert (result.code, result.err) == (2, golden("error-data-auto-openwebtext-is-not"))
     result = shell.run_in_process(*FULL_RUN)
     assert (result.code, result.err) == (2, golden("error-llama-1-7-openwebtext-at"))
+
+
+def test_a_case_that_makes_its_data_needs_none(shell: Shell, cache: Path) -> None:
+    for arguments, line in (
+        (
+            ("run", "llama3-8b-generate", "--data", "auto", "--accelerator", "cpu"),
+            "--data auto: llama3-8b-generate makes its data itself; leave --data out",
+        ),
+        (
+            ("data", "get", "llama3-8b-generate"),
+            "llama3-8b-generate makes its data itself; there is nothing to get",
+        ),
+    ):
+        result = shell.run_in_process(*arguments)
+        assert (result.code, result.lines) == (2, [f"error: {line}"])
 
 
 def test_auto_means_no_data_at_size_smoke(cache: Path) -> None:

@@ -51,18 +51,19 @@ def find_data_path(data: Path | None, case: Case) -> Path | None:
     folder of the downloaded data set of its task.
 
     Return None if `data` is None, and for `auto` at size smoke, whose data is generated. Raise
-    RequestError if `auto` has no data set for the task, or it is not downloaded yet.
+    RequestError if `auto` has no data set for the task, it is not downloaded yet, or the case makes
+    its data itself.
     """
     if data is None or str(data) != AUTO_PATH:
         return data
     if case.size == "smoke":
         return None
-    source = catalog.find_task_source(case.question.task_row.name)
+    task = case.question.task_row
+    if not task.needs_data(case.question.data):
+        raise RequestError(f"--data auto: {case.name} makes its data itself; leave --data out")
+    source = catalog.find_task_source(task.name)
     if source is None:
-        raise RequestError(
-            f"--data auto: no data set is known for task {case.question.task_row.name!r}; give a"
-            " path"
-        )
+        raise RequestError(f"--data auto: no data set is known for task {task.name!r}; give a path")
     stored = _open_store("data").find(source.name)
     if stored is None:
         raise RequestError(
@@ -100,11 +101,15 @@ def make_fetch_options(
 
 def find_data_name(name: str) -> str:
     """Return the name of the data set to download: that of the case's task if `name` is a shipped
-    case, otherwise `name` unchanged, known or not.
+    case, otherwise `name` unchanged, known or not. Raise RequestError if the case makes its data
+    itself.
     """
     if name not in resolve.list_shipped_cases():
         return name
-    source = catalog.find_task_source(resolve.resolve_case(name).case.question.task_row.name)
+    question = resolve.resolve_case(name).case.question
+    if not question.task_row.needs_data(question.data):
+        raise RequestError(f"{name} makes its data itself; there is nothing to get")
+    source = catalog.find_task_source(question.task_row.name)
     return name if source is None else source.name
 
 
