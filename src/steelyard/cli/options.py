@@ -90,8 +90,9 @@ SetOption = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help=(
-            "Change any value of the case, such as tune.batch_tokens=16384 (steelyard show lists"
-            " them). engine.python=PATH: the Python that workers run in."
+            "Change any value of the case, such as tune.batch_tokens=16384 or load.concurrency=4"
+            " (steelyard show lists them). engine.python=PATH: the Python that workers run in;"
+            " engine.endpoint=URL: the server of engine http."
         ),
         rich_help_panel=QUESTION_GROUP,
     ),
@@ -223,8 +224,9 @@ class RunOptions:
         typer.Option(
             metavar="NAME",
             help=(
-                "torch (ours, the default), transformers, megatron, paddle, flagscale, reference"
-                " (GLM as published), or all: every one that can run the case, side by side."
+                "torch (ours, the default), transformers (the default of generation), megatron,"
+                " paddle, flagscale, reference (GLM as published), http (a server of yours),"
+                " transformers-serve, vllm, or all: every one that can run the case, side by side."
             ),
             rich_help_panel=MAIN_GROUP,
             autocompletion=complete.engines_or_all,
@@ -296,7 +298,10 @@ class RunOptions:
         int | None,
         typer.Option(
             metavar="N",
-            help="Inference: a seeded sample of N items. Training: N of each batch.",
+            help=(
+                "Inference: a seeded sample of N items. Training: N of each batch. Generation: N"
+                " requests."
+            ),
             rich_help_panel=SCOPE_GROUP,
         ),
     ] = None
