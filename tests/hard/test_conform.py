@@ -71,6 +71,22 @@ def test_shipped_engines_conform(shell: Shell, arguments: tuple[str, ...]) -> No
 
 
 @pytest.mark.full
+def test_engine_transformers_generates_what_torch_finds_likeliest(shell: Shell) -> None:
+    code, answer = run_conform(shell, "transformers", "--case", "llama3-8b-generate")
+    assert (code, answer["conforms"]) == (0, True), failed_rows(answer)
+    assert {row["what"]: row["ok"] for row in answer["rows"]} == {
+        "status": True,
+        "weights": True,
+        "parameters": True,
+        "checked requests": True,
+        "likeliest tokens": True,
+        "distance in nats": True,
+        "same answers, under another load": True,
+        "CPU s per TFLOP": None,
+    }
+
+
+@pytest.mark.full
 def test_an_engine_that_trains_on_half_of_a_batch_does_not_conform(
     tmp_path: Path, attacks: Attacks
 ) -> None:
