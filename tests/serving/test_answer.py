@@ -94,6 +94,57 @@ def test_tokens_are_counted_as_the_server_tells_them(
     )
 
 
+@pytest.mark.parametrize(
+    ("objects", "usage", "most"),
+    [
+        ([text("x"), text("y")], 256, 2 + 8),
+        ([text("x" * 500)], 1000, 500 + 50),
+        ([text("é" * 10, finish="length")], 100, 20 + 8),  # a token may be a byte
+        ([delta(reasoning_content="why"), delta(content="a")], 100, 4 + 8),
+        ([delta(tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])], 100, 3 + 8),
+    ],
+)
+def test_a_usage_beyond_the_bytes_of_the_text_is_not_believed(
+    objects: list[Any], usage: int, most: int
+) -> None:
+    claim = {"choices": [], "usage": {"completion_tokens": most, "prompt_tokens": 9}}
+    end = read(*objects, claim, DONE)[1]
+    assert (end.outcome, end.output_tokens, end.counted_by) == ("ok", most, "usage")
+    for number in (most + 1, usage):
+        claim["usage"]["completion_tokens"] = number
+        chunks, end = read(*objects, claim, DONE)
+        seen = sum(len(str(value).encode()) for value in _find_texts(objects))
+        assert (end.outcome, end.error) == (*("garbage", _explain(number, seen)),)
+        # the chunks stay as they were counted
+        assert (end.output_tokens, end.prompt_tokens, end.counted_by) == (None, 9, "chunks")
+        assert len(chunks) == len(objects)
+
+
+def _explain(tokens: int, size_bytes: int) -> str:
+    """Return the error of a usage that cannot be true."""
+    return f"usage says {tokens:,} tokens, which a text of {size_bytes:,} bytes cannot have"
+
+
+def _find_texts(value: Any) -> list[str]:
+    """Return all texts of a structure, but not why it finished."""
+    if isinstance(value, dict):
+        return [t for name in value if name != "finish_reason" for t in _find_texts(value[name])]
+    if isinstance(value, list):
+        return [one for item in value for one in _find_texts(item)]
+    return [value] if isinstance(value, str) else []
+
+
+def test_usage_is_believed_where_tokens_have_ids() -> None:
+    claim = {"choices": [], "usage": {"completion_tokens": 60}}
+    assert read(text("x", token_ids=[*range(60)], finish="length"), claim, DONE)[1].outcome == "ok"
+
+
+def test_half_a_surrogate_pair_is_replaced() -> None:
+    lines = ['{"choices": [{"text": "\\ud83d"}]}', '{"choices": [{"text": "\\ude00\\ud800"}]}']
+    chunks, end = read(*lines, {"choices": [], "usage": {"completion_tokens": 2}}, DONE)
+    assert ([chunk.tokens for chunk in chunks], end.text) == ([1, 1], "\U0001f600\ufffd")
+
+
 def test_ids_count_before_text_and_usage() -> None:
     chunks, end = read(
         text("a", token_ids=[5, 6]),

@@ -22,7 +22,9 @@ TOKEN_BYTES, PROMPT_TOKEN_BYTES, BASE_BYTES = 16 << 10, 16, 1 << 20
 SPARE_TOKENS = 64  # beyond twice the tokens asked for
 MAX_TOKENS = 1 << 31
 OTHER_CHANNELS = ("reasoning_content", "reasoning", "refusal")
-MAX_SHOWN_CHARS = 300
+# A token has a byte of text at least; of special tokens, which have none, an answer has so many, or
+# so many in a hundred bytes.
+TEXTLESS_TOKENS, TEXTLESS_PERCENT = 8, 10
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Answer:
         self._usage_tokens: int | None = None
         self._usage_prompt_tokens: int | None = None
         self._texts: list[str] = []
+        self._text_bytes = 0  # of all channels
         self._unread_text = ""
 
     def feed(self, received: bytes) -> list[AnswerChunk]:
@@ -76,7 +79,9 @@ class Answer:
         return self._read_events(self._stream.finish())
 
     def end(self) -> RequestEnd:
-        """Return how the answer ended, when the stream is over."""
+        """Return how the answer ended, when the stream is over. A usage of more tokens than the text
+        can have is no regular end, and its number is not kept.
+        """
         counted_by: CountedBy = "chunks"
         if self._has_ids:
             counted_by = "ids"
@@ -87,12 +92,18 @@ class Answer:
             "output_tokens": self._usage_tokens,
             "prompt_tokens": self._usage_prompt_tokens,
             "counted_by": counted_by,
-            "text": "".join(self._texts) if has_text else None,
+            "text": _join_texts(self._texts) if has_text else None,
         }
         if not (self.is_done or self._has_finished):
             return RequestEnd("cut", "the stream ended before the answer did", **facts)
         if not self._tokens:
             return RequestEnd("empty", "a regular end without any token", **facts)
+        spare = max(TEXTLESS_TOKENS, self._text_bytes * TEXTLESS_PERCENT // 100)
+        if counted_by == "usage" and (self._usage_tokens or 0) > self._text_bytes + spare:
+            said = f"usage says {self._usage_tokens:,} tokens"
+            said += f", which a text of {self._text_bytes:,} bytes cannot have"
+            facts |= {"output_tokens": None, "counted_by": "chunks"}
+            return RequestEnd("garbage", said, **facts)
         return RequestEnd(**facts)
 
     def _read_events(self, events: list[bytes]) -> list[AnswerChunk]:
@@ -115,7 +126,7 @@ class Answer:
         StreamError if it reports an error, or is none of an answer.
         """
         if value.get("error") or value.get("object") == "error":
-            shown = json.dumps(value.get("error") or value.get("message"))[:MAX_SHOWN_CHARS]
+            shown = json.dumps(value.get("error") or value.get("message"))
             raise StreamError("failed", f"the server reports: {shown}")
         choices, usage = value.get("choices"), self._read_usage(value.get("usage"))
         if not isinstance(choices, list):
@@ -135,8 +146,9 @@ class Answer:
         """Return the tokens of a choice: as many as it has ids; else, if it has text, as many as
         `usage` grew by where each chunk has one, and one where not.
         """
-        text, has_other = _read_text(choice)
-        self._has_other_channel = self._has_other_channel or has_other
+        text, other = _read_text(choice)
+        self._has_other_channel = self._has_other_channel or bool(other)
+        self._text_bytes += len((text + other).encode("utf-8", "replace"))
         ids = choice.get("token_ids")
         if isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids):
             self._has_ids = self._has_ids or bool(ids)
@@ -146,7 +158,7 @@ class Answer:
             self._has_ids = self._has_ids or bool(ids)
             return AnswerChunk(len(ids), tuple(ids))
         # with ids before, this text was held back: its tokens have been counted
-        if self._has_ids or not (text or has_other):
+        if self._has_ids or not (text or other):
             return NO_TOKEN
         if text:
             self._texts.append(text)
@@ -181,6 +193,13 @@ class Answer:
         return output
 
 
+def _join_texts(texts: list[str]) -> str:
+    """Return texts as one; a half of a surrogate pair without its other half, which no tokenizer
+    takes, becomes the replacement character.
+    """
+    return "".join(texts).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def _read_count(table: Any, name: str) -> int | None:
     """Return a number of tokens by its name; None if the table does not have one."""
     value = table.get(name) if isinstance(table, dict) else None
@@ -199,14 +218,14 @@ def _parse_object(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _read_text(choice: dict[str, Any]) -> tuple[str, bool]:
-    """Return the text of a choice of either interface, and whether another channel has any:
-    reasoning, a refusal, or a call of a tool.
+def _read_text(choice: dict[str, Any]) -> tuple[str, str]:
+    """Return the text of a choice of either interface, and that of all other channels: reasoning, a
+    refusal, or a call of a tool.
     """
     delta = choice.get("delta")
     if not isinstance(delta, dict):
         text = choice.get("text")
-        return text if isinstance(text, str) else "", False
+        return text if isinstance(text, str) else "", ""
     calls = delta.get("tool_calls")
     entries = [one for one in (calls if isinstance(calls, list) else []) if isinstance(one, dict)]
     functions = [*(entry.get("function") for entry in entries), delta.get("function_call")]
@@ -218,4 +237,5 @@ def _read_text(choice: dict[str, Any]) -> tuple[str, bool]:
     ]
     others = (*(delta.get(name) for name in OTHER_CHANNELS), *fragments)
     text = delta.get("content")
-    return text if isinstance(text, str) else "", any(isinstance(o, str) and o for o in others)
+    other = "".join(fragment for fragment in others if isinstance(fragment, str))
+    return text if isinstance(text, str) else "", other
