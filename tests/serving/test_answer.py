@@ -3,6 +3,7 @@ no answer has an outcome of its own.
 """
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -232,3 +233,33 @@ def test_cached_tokens_and_distances_are_kept() -> None:
     assert answer.cached_tokens == 6
     distances = answer.distances
     assert (distances.compared, distances.exact, distances.largest) == (3, 1, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "likeliest"),
+    [
+        ("NaN", "-1.0"),
+        ("-1.0", "NaN"),
+        ("NaN", "NaN"),
+        ("Infinity", "-1.0"),
+        ("-Infinity", "-1.0"),
+        ("-1.0", "Infinity"),
+        ("-1.0", "-Infinity"),
+        ("1" + "0" * 400, "-1.0"),  # no float is as large
+        ("-1.0", "-1" + "0" * 400),
+    ],
+)
+def test_a_log_probability_that_is_not_finite_is_no_exact_answer(
+    chosen: str, likeliest: str
+) -> None:
+    top = f'[{{"logprob": -2}}, {{"logprob": {likeliest}}}]'
+    spellings = (
+        f'{{"token_logprobs": [{chosen}], "top_logprobs": [{{"a": -2, "b": {likeliest}}}]}}',
+        f'{{"content": [{{"logprob": {chosen}, "top_logprobs": {top}}}]}}',
+    )
+    for logprobs in spellings:
+        answer = Answer(3, 10)
+        line = f'{{"choices": [{{"text": "a", "logprobs": {logprobs}}}]}}'
+        answer.feed(f"data: {line}\n\n".encode())
+        found = answer.distances
+        assert (found.compared, found.exact, found.largest) == (1, 0, math.inf)

@@ -79,8 +79,8 @@ class Answer:
         return self._read_events(self._stream.finish())
 
     def end(self) -> RequestEnd:
-        """Return how the answer ended, when the stream is over. A usage of more tokens than the text
-        can have is no regular end, and its number is not kept.
+        """Return how the answer ended, when the stream is over. With a usage of more tokens than
+        its text can have it is no regular end, and that number is not kept.
         """
         counted_by: CountedBy = "chunks"
         if self._has_ids:

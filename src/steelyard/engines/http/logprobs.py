@@ -10,7 +10,8 @@ from typing import Any
 @dataclass
 class DistanceSum:
     """The distances of the tokens of one answer: tokens `compared`, those that are the likeliest
-    (`exact`), and the `largest` distance in nats, infinite if a token had no probability.
+    (`exact`), and the `largest` distance in nats, infinite if a token had no probability, or one
+    that is no number.
     """
 
     compared: int = 0
@@ -37,10 +38,20 @@ class DistanceSum:
 
     def _add_token(self, chosen: Any, likeliest: list[Any]) -> None:
         """Add a token by its log-probability and those of the likeliest ones."""
-        numbers = [float(value) for value in likeliest if isinstance(value, int | float)]
-        if not numbers or not isinstance(chosen, int | float):
+        values = (chosen, *likeliest)
+        numbers = [_as_number(value) for value in values if isinstance(value, int | float)]
+        if len(numbers) < 2 or not isinstance(chosen, int | float):
             return
-        distance = max(0.0, max(numbers) - float(chosen))
+        is_finite = all(map(math.isfinite, numbers))
+        distance = max(0.0, max(numbers[1:]) - numbers[0]) if is_finite else math.inf
         self.compared += 1
         self.exact += distance == 0
-        self.largest = max(self.largest, math.inf if math.isnan(distance) else distance)
+        self.largest = max(self.largest, distance)
+
+
+def _as_number(value: float) -> float:
+    """Return a number of JSON as a float, NaN for an integer that is too large for one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
