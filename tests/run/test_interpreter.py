@@ -241,12 +241,30 @@ def test_engine_settings_are_split_from_case_settings() -> None:
             ),
         ),
         ("engine.python=", "--set engine.python: String should have at least 1 character"),
+        *(
+            (
+                f"engine.endpoint={address}",
+                f"--set engine.endpoint: {address!r} is no address with a host and a port from 1"
+                " to 65535, such as http://127.0.0.1:8000/v1",
+            )
+            for address in (
+                *("http://127.0.0.1:99999/v1", "http://host:0/v1", "http://host:x/v1"),
+                *("http://[::1/v1", "http:///v1", "http://:80/v1"),
+            )
+        ),
     ],
 )
 def test_wrong_engine_settings_are_refused(setting: str, said: str) -> None:
     with pytest.raises(RequestError) as caught:
         split_engine_settings([setting])
     assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:65535/v1", "https://host/v1", "http://[::1]:18102/v1"]
+)
+def test_addresses_of_servers_are_taken(address: str) -> None:
+    assert split_engine_settings([f"engine.endpoint={address}"])[0].endpoint == address
 
 
 def test_paddle_launcher_variables_are_not_inherited() -> None:

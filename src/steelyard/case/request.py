@@ -7,8 +7,9 @@ anything is started.
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from steelyard.case import resolve
 from steelyard.case.resolve import ResolvedCase
@@ -73,6 +74,26 @@ class EngineSettings(FrozenModel):
     arguments: Annotated[str, Field(max_length=4096)] = Field(
         "", description="more arguments of a server that is started here"
     )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _check_endpoint(cls, endpoint: str | None) -> str | None:
+        """Return the address. Raise ValueError if it has no host, or a port that cannot be one."""
+        if endpoint is not None and not _is_address(endpoint):
+            raise ValueError(
+                f"{endpoint!r} is no address with a host and a port from 1 to 65535, such as"
+                " http://127.0.0.1:8000/v1"
+            )
+        return endpoint
+
+
+def _is_address(address: str) -> bool:
+    """Return whether an address has a host, and no port or one that can be connected to."""
+    try:
+        parts = urlsplit(address)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port beyond 65535, or a bracket that is not closed
+        return False
 
 
 def split_engine_settings(settings: list[str]) -> tuple[EngineSettings, list[str]]:
