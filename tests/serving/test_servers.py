@@ -17,6 +17,7 @@ from steelyard.data.prompts import PromptRequests, PromptSource
 from steelyard.engine import engine_rows
 from steelyard.engine.server_rows import MetricNames, ServerStart
 from steelyard.engines.http import server_process
+from steelyard.engines.http.engine import merge_counters
 from steelyard.engines.http.framework import HostFramework
 from steelyard.engines.http.mock_server import Script
 from steelyard.engines.http.ready_server import (
@@ -215,10 +216,25 @@ def test_a_server_says_what_it_is() -> None:
     [
         ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1"),
         ("https://me:secret@host/v1?key=secret#x", "https://host/v1"),
+        ("http://[::1]:18102/v1", "http://[::1]:18102/v1"),
+        ("http://[fe80::2]", "http://[fe80::2]"),
     ],
 )
 def test_addresses_are_shown_without_credentials(address: str, shown: str) -> None:
     assert hide_credentials(address) == shown
+
+
+@pytest.mark.parametrize(
+    ("said", "counted", "cached"),
+    [(None, None, None), (5, None, 5), (None, 3, 3), (5, 0, 5), (5, 7, 7), (0, 0, 0)],
+)
+def test_the_larger_number_of_cached_tokens_is_kept(
+    said: int | None, counted: int | None, cached: int | None
+) -> None:
+    """A counter of /metrics that stays at 0 does not hide what usage said of the answers."""
+    found = {"queue_peak": 2} | ({} if counted is None else {"cached_tokens": counted})
+    expected = {"queue_peak": 2} | ({} if cached is None else {"cached_tokens": cached})
+    assert merge_counters(said, found) == expected
 
 
 def test_the_framework_of_a_server_has_the_clock_of_the_host_alone() -> None:

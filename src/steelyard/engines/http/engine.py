@@ -114,9 +114,7 @@ class HttpGenerate:
         finally:
             port.close()
             self._sums = port.sums
-            cached = port.sums.cached_tokens
-            self._pass_details = {} if cached is None else {"cached_tokens": cached}
-            self._pass_details |= watch.end()
+            self._pass_details = merge_counters(port.sums.cached_tokens, watch.end())
             if server.process is not None and server.process.exit_code is not None:
                 self._pass_details["server_exit_code"] = server.process.exit_code
                 self._pass_details["server_said"] = server.process.read_last_error()
@@ -157,3 +155,12 @@ class HttpGenerate:
         if self._client_error is not None:
             details |= self._client_error.to_details()
         return details | self._pass_details
+
+
+def merge_counters(cached_tokens: int | None, counters: dict[str, Any]) -> dict[str, Any]:
+    """Return what the counters of /metrics said of a pass, with the larger of their cached tokens
+    and those that usage reported (None: it did not): either may leave some out.
+    """
+    said = (cached_tokens, counters.get("cached_tokens"))
+    known = [number for number in said if number is not None]
+    return counters | ({"cached_tokens": max(known)} if known else {})

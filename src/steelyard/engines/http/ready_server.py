@@ -287,4 +287,6 @@ def hide_credentials(address: str) -> str:
     """Return an address without user, password, query and fragment."""
     parts = urlsplit(address)
     port = "" if parts.port is None else f":{parts.port}"
-    return f"{parts.scheme}://{parts.hostname}{port}{parts.path}"
+    host = parts.hostname or ""
+    shown = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{shown}{port}{parts.path}"
