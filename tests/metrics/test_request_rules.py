@@ -15,12 +15,14 @@ from steelyard.metrics import (
     answer_rules,
     metric_table,
     missing_evidence,
+    record_fields,
     request_rules,
     standing,
     validity,
 )
 from steelyard.record.record import Record
 from steelyard.record.request_samples import ClientFacts, RequestSamples
+from steelyard.record.run_facts import RankFacts
 
 NOISE = np.random.default_rng(7).uniform(0.9, 1.1, 80).tolist()
 TIMINGS = make_even_loop(2, 80, noise=NOISE)  # four tokens each
@@ -282,7 +284,7 @@ def test_late_sends_are_compared_with_the_time_to_the_first_token(late_s, is_bou
 
 def test_a_wait_for_a_slot_is_not_the_clients():
     # a closed loop whose slots are free a second before they are scheduled is none; an open one is
-    timings = [Timing(float(t), [t + 1.5], due_s=t + 1.0) for t in range(80)]
+    timings = [Timing(float(t), [t + 1.5], due_s=t + 0.5 if t else 0.0) for t in range(80)]
     load = {"mode": "rate", "rate": 1.0, "arrivals": "constant", "max_concurrency": 1}
     kept = {"numbers": [0], "tokens": [[1]]}
     checked = {"numbers": [0], "compared": [1], "exact": [1], "largest": [0.0]}
@@ -329,13 +331,34 @@ def test_a_trace_gets_a_note():
     [
         (TIMINGS, None, 1.0, "and the pass at 1.000 s"),
         (TIMINGS, {"mode": "concurrency", "concurrency": 1}, None, "2 requests were in flight"),
-        (TIMINGS, {"mode": "rate", "rate": 4.0}, None, "the load has 4"),
-        (TIMINGS, {"mode": "offline"}, None, "offline all are at the start"),
+        (TIMINGS, {"mode": "rate", "rate": 4.0}, None, "by the load it is at"),
+        (TIMINGS, {"mode": "offline"}, None, "by the load it is at 0.0000 s"),
         (
             make_overload(),
             {"mode": "rate", "rate": 11.0, "arrivals": "constant", "max_concurrency": 1},
             None,
-            "10 requests per second arrive; the load has 11",
+            "request 1 is scheduled at 0.1000 s; by the load it is at 0.0909 s",
+        ),
+        # one after another is no load of four at a time
+        (
+            [Timing(float(t), [t + 0.5, t + 1.0]) for t in range(80)],
+            {"mode": "concurrency", "concurrency": 4},
+            None,
+            "request 1 is scheduled at 1.0000 s; by the load it is at 0.0000 s",
+        ),
+        # a client that is late cannot write that it waited for a slot
+        (
+            [Timing(t / 10, [t / 10 + 0.5], due_s=t / 10 + 0.3) for t in range(80)],
+            {"mode": "rate", "rate": 10.0, "arrivals": "constant"},
+            None,
+            "request 0 is due at 0.3000 s, when a slot had been free for it",
+        ),
+        # Poisson arrivals are those that follow from the question's seed
+        (
+            [Timing(t / 10, [t / 10 + 0.5]) for t in range(80)],
+            {"mode": "rate", "rate": 10.0, "arrivals": "poisson"},
+            None,
+            "request 0 is scheduled at 0.0000 s",
         ),
     ],
 )
@@ -394,7 +417,7 @@ def test_answers_that_were_not_checked_get_a_note():
 
 
 def test_answers_left_out_of_the_check():
-    outputs = make_checked(compared=[4] * 79 + [3])
+    outputs = make_checked(compared=[4] * 79 + [3], exact=[4] * 79 + [3])
     by_server = make(outputs=outputs)
     assert list_codes(by_server) == []
     assert "note.own_logprobs" in list_notes(by_server)
@@ -455,6 +478,34 @@ def test_what_was_taken_out_of_a_record_is_noticed(sentence):
 def list_missing(record: Record) -> list[str]:
     """Return the sentences on evidence that a record lacks."""
     return missing_evidence.list_missing_evidence(record, judge(record))
+
+
+def test_declared_hardware_has_no_matmul_rates():
+    for is_external in (True, False):
+        engine = {"name": "http", "details": {"is_external": is_external}}
+        record = make(engine=engine).model_copy(update={"ranks": [RankFacts(rank=0)]})
+        without = [text for text in list_missing(record) if "matmul rates (rank 0)" in text]
+        assert len(without) == (not is_external)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("unknown", "the case has no gate; the source of the weights is unknown"),
+        ("random", "the case has no gate; the weights are random"),
+        ("safetensors", "the case has no gate"),
+    ],
+)
+def test_unknown_weights_are_not_called_random(source, text):
+    unevaluated = judge(make(weights={"source": source})).unevaluated
+    assert words.render_text(unevaluated) == text
+
+
+def test_stamps_of_the_library_are_no_setting():
+    details = {"scheduling": "continuous batching", "library_stamps": {"mean_us": 3.5}}
+    fields = record_fields.list_setting_fields(make(engine={"name": "t", "details": details}))
+    assert fields["engine.details.scheduling"] == "continuous batching"
+    assert not [name for name in fields if "library_stamps" in name]
 
 
 def test_samples_without_facts_on_the_client_are_noticed():

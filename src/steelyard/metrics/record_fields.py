@@ -19,6 +19,7 @@ from steelyard.schema import to_canonical_json
 ANY_FIELD = "case"  # the value of --across that allows any difference of the question
 FINGERPRINT_FIELD = "question.data.fingerprint"
 UNREAD_FINGERPRINT = "unknown"  # the fingerprint of a run that ended before it read its data
+MEASURED_DETAILS = ("library_stamps",)  # details of an engine that are no settings
 MAX_SHOWN = 8  # fields that one line names at most
 
 FieldValues = dict[str, Any]
@@ -59,7 +60,7 @@ def list_setting_fields(record: Record) -> FieldValues:
     engine, packages of others, site, weights, data, environment.
 
     The data's fingerprint and the scope's subjects and rows are left out: they belong to the
-    question.
+    question. So are the details of the engine that it measured (`MEASURED_DETAILS`).
     """
     parts = record.model_dump(
         mode="json",
@@ -70,6 +71,8 @@ def list_setting_fields(record: Record) -> FieldValues:
     parts["data"].pop("fingerprint", None)
     for name in Scope.LATER:
         parts["scope"].pop(name, None)
+    for name in MEASURED_DETAILS:
+        parts["engine"]["details"].pop(name, None)
     parts["environment"] = summarize_environment(record.environment)
     case = record.case.model_dump(mode="json", include={"name", "size", "gate", "max_interval"})
     return flatten_fields({"formulas": record.formulas or 1, "case": case, **parts}, "")

@@ -162,7 +162,7 @@ def needs_of_scoring(record: Record) -> list[tuple[bool, Message]]:
     size = (record.case.size == "full", Message("quality.smoke"))
     return [
         size,
-        (_has_trained_weights(record), _RANDOM_WEIGHTS),
+        (_has_trained_weights(record), _describe_untrained_weights(record)),
         (_may_be_published_data(record), _OTHER_DATA),
     ]
 
@@ -177,7 +177,7 @@ def needs_of_training(record: Record) -> list[tuple[bool, Message]]:
         return []
     fresh = not record.task.starts_trained
     return [
-        (fresh or _has_trained_weights(record), _RANDOM_WEIGHTS),
+        (fresh or _has_trained_weights(record), _describe_untrained_weights(record)),
         (_may_be_published_data(record), _OTHER_DATA),
     ]
 
@@ -185,6 +185,13 @@ def needs_of_training(record: Record) -> list[tuple[bool, Message]]:
 def _has_trained_weights(record: Record) -> bool:
     """Return whether the run's weights came from a checkpoint."""
     return record.weights.is_trained
+
+
+def _describe_untrained_weights(record: Record) -> Message:
+    """Return why a gate does not apply to weights that did not come from a checkpoint as far as is
+    known: their source is unknown, as that of a server's, or they are random.
+    """
+    return _UNKNOWN_WEIGHTS if record.weights.source == "unknown" else _RANDOM_WEIGHTS
 
 
 def _may_be_published_data(record: Record) -> bool:
@@ -196,6 +203,7 @@ def _may_be_published_data(record: Record) -> bool:
 
 
 UNKNOWN_QUALITY = Message("quality.unknown")
+_UNKNOWN_WEIGHTS = Message("quality.unknown_weights")
 _RANDOM_WEIGHTS, _OTHER_DATA = Message("quality.random"), Message("quality.other_data")
 
 

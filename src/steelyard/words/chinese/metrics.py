@@ -60,6 +60,7 @@ TEXTS: dict[str, str] = {
     "quality.window": "范围为窗口",
     "quality.smoke": "规模为 smoke",
     "quality.random": "权重为随机值",
+    "quality.unknown_weights": "权重来源未知",
     "quality.other_data": "数据不是公开数据集",
     "quality.no_base": "{metric} 未知",
     "quality.unknown": "该值未知",

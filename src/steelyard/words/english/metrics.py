@@ -66,6 +66,7 @@ TEXTS: dict[str, str] = {
     "quality.window": "the scope is a window",
     "quality.smoke": "the size is smoke",
     "quality.random": "the weights are random",
+    "quality.unknown_weights": "the source of the weights is unknown",
     "quality.other_data": "the data are not the published set",
     "quality.no_base": "{metric} is unknown",
     "quality.unknown": "the value is unknown",
