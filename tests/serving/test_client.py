@@ -9,7 +9,10 @@ import pytest
 
 from fixtures.serving import CHAT, IDS, TEXT, RecordingSink, make_request, open_client, send
 from fixtures.web import make_certificate
+from steelyard.engine.generation import RequestEnd
+from steelyard.engines.http.answer import Answer
 from steelyard.engines.http.client import RequestFormat
+from steelyard.engines.http.event_stream import StreamError
 from steelyard.engines.http.mock_server import Script
 
 
@@ -95,6 +98,60 @@ def test_a_key_is_sent_and_shown_nowhere() -> None:
         "refused",
         'status 401: {"error": "wrong key: Bearer ***"}',
     )
+
+
+SECRET = 'sk-"Zt4Qx9Lw7Rv2\\\\Mn5B'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"x{SECRET}y",
+        f"a {SECRET}",
+        json.dumps({"wrong": f"Bearer {SECRET}"}),
+        repr(f"Bearer {SECRET}'"),
+        *("." * dots + SECRET for dots in range(280, 301)),  # cut off within the key
+        f"a line that was cut off: {SECRET[:9]}...",
+        (SECRET + " ") * 100,
+    ],
+)
+def test_no_part_of_a_key_is_shown(text: str) -> None:
+    with open_client(Script(), key=SECRET) as client:
+        shown = client.hide_key(text)
+    assert (SECRET[:8] in shown, json.dumps(SECRET)[1:9] in shown) == (False, False)
+    assert "Mn5B" not in shown
+    assert len(shown) <= 300
+
+
+def test_texts_are_one_short_line_without_a_key() -> None:
+    with open_client(Script()) as client:
+        assert client.hide_key("a\n\tb  c") == "a b c"
+        assert client.hide_key("x" * 400) == "x" * 300
+    with open_client(Script(), key="x") as client:
+        assert client.hide_key("a x") == "a ***"
+
+
+@pytest.mark.parametrize("fault", ["status", "garbage", "not json", "error"])
+@pytest.mark.parametrize("dots", [0, 40, 70, 255, 265, 280])
+def test_a_server_that_repeats_the_key_puts_it_into_no_error(fault: str, dots: int) -> None:
+    """Wherever its text is cut off: nothing of the key is left."""
+    key = "sk-Zt4Qx9Lw7Rv2Mn5B"
+    said = "." * dots + key
+    lines = {
+        "garbage": f"{said}\n\n",
+        "not json": f"data: {said}\n\n",
+        "error": f"data: {json.dumps({'error': said})}\n\n",
+    }
+    with open_client(Script(key="another"), key=key) as client:
+        if fault == "status":
+            client.session.headers["Authorization"] = f"Bearer {said}"
+            end = send(client, [make_request(0)]).ends[0]
+        else:
+            with pytest.raises(StreamError) as caught:
+                Answer(3, 3).feed(lines[fault].encode())
+            end = RequestEnd("garbage", client.hide_key(str(caught.value)))
+    assert "sk-Z" not in str(end.error)
+    assert "..." in str(end.error) or not dots
 
 
 @pytest.mark.process

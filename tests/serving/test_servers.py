@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,10 +18,12 @@ from steelyard.data.prompts import PromptRequests, PromptSource
 from steelyard.engine import engine_rows
 from steelyard.engine.server_rows import MetricNames, ServerStart
 from steelyard.engines.http import server_process
+from steelyard.engines.http.client import HttpClient
 from steelyard.engines.http.engine import merge_counters
 from steelyard.engines.http.framework import HostFramework
 from steelyard.engines.http.mock_server import Script
 from steelyard.engines.http.ready_server import (
+    connect_server,
     count_slots,
     find_longest,
     hide_credentials,
@@ -209,6 +212,40 @@ def test_a_server_says_what_it_is() -> None:
         pytest.raises(RequestError, match="refuses the key"),
     ):
         list_models(client)
+
+
+def test_what_a_server_says_of_itself_is_kept_without_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that repeats the header of authorization wherever it names something."""
+    key = "sk-Zt4Qx9Lw7Rv2Mn5B"
+    said = f"{'.' * 190}Bearer {key}"
+    pages = {
+        "models": {"data": [{"id": f"m {key}", "owned_by": said}, {"id": key}]},
+        "version": {"version": said},
+    }
+
+    def get(client: HttpClient, address: str, timeout_s: float = 10.0) -> tuple[int, bytes]:
+        return 200, json.dumps(pages[address.rpartition("/")[2]]).encode()
+
+    monkeypatch.setattr(HttpClient, "get", get)
+    monkeypatch.setenv("SERVER_KEY", key)
+    settings = EngineSettings(endpoint="http://127.0.0.1:1/v1", key_variable="SERVER_KEY")
+    server = connect_server(SimpleNamespace(settings=settings, engine="http"))
+    server.close()
+    assert server.model == f"m {key}"  # by this name it is asked for
+    assert server.details == {
+        "endpoint": "http://127.0.0.1:1/v1",
+        "is_external": True,
+        "device": None,
+        "model": "m ***",
+        "server": f"{'.' * 190}Bearer ***",
+        "version": f"{'.' * 190}Bearer ***",
+    }
+    wanted = settings.model_copy(update={"model": "other"})
+    with pytest.raises(RequestError) as caught:
+        connect_server(SimpleNamespace(settings=wanted, engine="http"))
+    assert str(caught.value) == "engine.model: the server has no 'other'; it has: m ***, ***"
 
 
 @pytest.mark.parametrize(

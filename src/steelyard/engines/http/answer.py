@@ -11,7 +11,12 @@ from typing import Any
 
 from steelyard.data.request_outcomes import CountedBy
 from steelyard.engine.generation import RequestEnd
-from steelyard.engines.http.event_stream import EventStream, StreamError, StreamLimits
+from steelyard.engines.http.event_stream import (
+    MAX_SHOWN_BYTES,
+    EventStream,
+    StreamError,
+    StreamLimits,
+)
 from steelyard.engines.http.logprobs import DistanceSum
 from steelyard.engines.http.word_vocabulary import parse_words
 
@@ -211,7 +216,7 @@ def _parse_object(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        shown = data[:80].decode("utf-8", "replace")
+        shown = data[:MAX_SHOWN_BYTES].decode("utf-8", "replace")
         raise StreamError("garbage", f"not JSON: {shown!r}") from error
     if not isinstance(value, dict):
         raise StreamError("garbage", "an event whose data are no JSON object")

@@ -21,6 +21,7 @@ from steelyard.data.request_outcomes import Outcome
 from steelyard.engine.generation import RequestEnd, RequestSink
 from steelyard.engines.http.answer import Answer
 from steelyard.engines.http.event_stream import StreamError
+from steelyard.engines.http.key_mask import mask_key
 from steelyard.engines.http.logprobs import DistanceSum
 from steelyard.engines.http.precise_loop import make_loop
 from steelyard.engines.http.word_vocabulary import format_words
@@ -31,6 +32,7 @@ CONNECT_S = 30.0
 DRAIN_S = 1.0  # for what follows the end of an answer, so that its connection can be used again
 MAX_BODY_BYTES = 4 << 20
 MAX_SHOWN_CHARS = 300
+MAX_ERROR_BYTES = 8 << 10  # that are read of what a server says of a request it refuses
 HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 
 
@@ -171,9 +173,11 @@ class HttpClient:
             return None
 
     def hide_key(self, text: str) -> str:
-        """Return a text without the key in it, in one line and shortened."""
-        shown = " ".join(text.split())
-        return (shown.replace(self._key, "***") if self._key else shown)[:MAX_SHOWN_CHARS]
+        """Return a text of a server without the key in it, in one line and then shortened. Every
+        text goes through here before it is kept.
+        """
+        shown = mask_key(text, self._key) if self._key else text
+        return " ".join(shown.split())[:MAX_SHOWN_CHARS]
 
     async def carry_out(
         self, request: GenerationRequest, port: "HttpPort", sums: PassSums
@@ -212,7 +216,7 @@ class HttpClient:
         address = f"{self.endpoint}{path}"
         async with self.session.post(address, data=body, allow_redirects=False) as response:
             if response.status != 200:
-                text = (await _read_body(response, MAX_SHOWN_CHARS)).decode("utf-8", "replace")
+                text = (await _read_body(response, MAX_ERROR_BYTES)).decode("utf-8", "replace")
                 return RequestEnd("refused", f"status {response.status}: {text}")
             heard_s = self.loop.time()
             async for received in response.content.iter_any():

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from steelyard.data.request_outcomes import Outcome
 
 FIELDS = (b"data", b"event", b"id", b"retry")
-MAX_SHOWN_BYTES = 80
+# Of a wrong line: more than is kept, because the client takes out the key before it shortens texts.
+MAX_SHOWN_BYTES = 4 << 10
 
 
 class StreamError(Exception):

@@ -27,7 +27,7 @@ from steelyard.errors import RequestError
 READY_S = 1800.0  # for a server to load a large model
 SPARE_TOKENS = 64  # that a text may have beyond the ids it was made from
 MAX_SLOTS = 256  # that a server is told of, where the load has no number
-MAX_SHOWN = 10
+MAX_SHOWN, MAX_NAME_CHARS = 10, 200
 WRITER = "steelyard.weights.random_checkpoint:write_random_checkpoint"
 OPENER = "steelyard.weights.llama_weights:open_llama_checkpoint"
 DESCRIBER = "steelyard.weights.checkpoint_tensors:describe_source"
@@ -106,14 +106,13 @@ def connect_server(job: Job) -> ReadyServer:
     client.open()
     try:
         models = list_models(client)
-        model = _choose_model(models, settings.model)
-        owner = models.get(model)
+        model = _choose_model(client, models, settings.model)
         details = {
             "endpoint": hide_credentials(settings.endpoint),
             "is_external": True,
             "device": settings.device,
-            "model": Path(model).name,
-            "server": owner,
+            "model": Path(client.hide_key(model)).name,
+            "server": models.get(model),
             "version": read_version(client),
         }
     except RequestError:
@@ -239,19 +238,19 @@ def list_models(client: HttpClient) -> dict[str, str | None]:
         )
     rows = _parse_json(body).get("data") if status == 200 else None
     return {
-        row["id"]: _as_text(row.get("owned_by"))
+        row["id"]: _as_text(client, row.get("owned_by"))
         for row in (rows if isinstance(rows, list) else [])
         if isinstance(row, dict) and isinstance(row.get("id"), str)
     }
 
 
-def _choose_model(models: dict[str, str | None], wanted: str | None) -> str:
+def _choose_model(client: HttpClient, models: dict[str, str | None], wanted: str | None) -> str:
     """Return the name of the model to ask for. Raises RequestError if there is none of the wanted
     name, or none is wanted and listed.
     """
     if wanted is not None and (wanted in models or not models):
         return wanted
-    shown = ", ".join([*models][:MAX_SHOWN])
+    shown = ", ".join(map(client.hide_key, [*models][:MAX_SHOWN]))
     if wanted is not None:
         raise RequestError(f"engine.model: the server has no {wanted!r}; it has: {shown}")
     if not models:
@@ -266,7 +265,7 @@ def read_version(client: HttpClient) -> str | None:
     answer = client.get(f"{client.endpoint.removesuffix('/v1')}/version")
     if answer is None or answer[0] != 200:
         return None
-    return _as_text(_parse_json(answer[1]).get("version"))
+    return _as_text(client, _parse_json(answer[1]).get("version"))
 
 
 def _parse_json(body: bytes) -> dict[str, Any]:
@@ -278,9 +277,9 @@ def _parse_json(body: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _as_text(value: Any) -> str | None:
-    """Return a short text for the record; None for what is no text."""
-    return value[:200] if isinstance(value, str) and value else None
+def _as_text(client: HttpClient, value: Any) -> str | None:
+    """Return a short text of a server for the record, without the key; None for what is no text."""
+    return client.hide_key(value)[:MAX_NAME_CHARS] if isinstance(value, str) and value else None
 
 
 def hide_credentials(address: str) -> str:
