@@ -3,6 +3,7 @@ every request, ends in time, and leaves no process behind.
 """
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -170,9 +171,10 @@ def test_what_a_server_refuses_ends_the_run_in_one_line(
 
 
 def test_no_server_at_the_address_ends_the_run_in_one_line(shell: Shell) -> None:
-    with start_mock() as endpoint:
-        pass
-    done = run_http(shell, endpoint)
+    with socket.socket() as unused:  # held, so that no other process listens there meanwhile
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+        done = run_http(shell, endpoint)
     assert (done.code, shell.records()) == (2, [])
     assert done.lines[-1] == (
         f"error: no server answers at {endpoint}; start it, or correct engine.endpoint, which ends"
