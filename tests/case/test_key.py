@@ -340,8 +340,14 @@ def test_published_records_have_the_keys_of_their_cases(path: Path) -> None:
     if stored_case.name not in list_shipped_cases():  # a case of a user's model
         assert stored_case.name.startswith("smollm2-")
         return
+    load = published_record.question.load
+    facts = {} if load is None else load.model_dump(mode="json", exclude_none=True)
     shipped = resolve_case(
-        stored_case.name, stored_case.size, stored_case.precision, stored_case.division
+        stored_case.name,
+        stored_case.size,
+        stored_case.precision,
+        stored_case.division,
+        [f"load.{name}={value}" for name, value in facts.items()],
     ).case
     unchanged = (
         list_changed_keys(stored_case.origins) == [] and list_later_fields(published_record) == []

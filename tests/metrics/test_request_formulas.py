@@ -1,6 +1,7 @@
 """Metrics of generation, value by value, from requests made by hand."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,27 @@ def test_latencies_have_one_definition_each():
         "queue_delay": 0.5,
     }
     assert np.isnan(values["tpot"][1])  # one token has no time per further token
+
+
+def test_tokens_in_one_chunk_have_no_time_per_token_and_keep_no_limit_on_it():
+    """A server that sends an answer at once says nothing of the time between its tokens."""
+    timings = [
+        Timing(float(t), [t + 0.25], tokens=[4]) if t % 2 else Timing(float(t), [t + 0.25, t + 0.5])
+        for t in range(40)
+    ]
+    timings = [replace(one, end_s=one.scheduled_s + 1.0, asked=None) for one in timings]
+    record = make_generation_record(make_samples(timings), ONE)
+    tpot = LATENCIES["tpot"](make_samples(timings).table)
+    assert np.isnan(tpot[1::2]).all()
+    assert tpot[::2].tolist() == [0.25] * 20
+    assert compute(record)["tpot_mean"].value == pytest.approx(0.25)
+    slo = Slo(ttft_s=1.0, tpot_s=1.0)
+    limited = record.model_copy(update={"case": record.case.model_copy(update={"slo": slo})})
+    samples = limited.requests[0].model_copy(update={"lengths": "natural"})
+    limited = limited.model_copy(update={"requests": [samples]})
+    assert compute(limited)["goodput"].value == pytest.approx(0.5, abs=0.03)
+    whole = make_generation_record(make_samples(timings[1::2]), ONE)
+    assert compute(whole)["interactivity"].value is None
 
 
 def test_tpot_counts_tokens_and_not_chunks():

@@ -23,6 +23,7 @@ from steelyard.metrics import (
 from steelyard.record.record import Record
 from steelyard.record.request_samples import ClientFacts, RequestSamples
 from steelyard.record.run_facts import RankFacts
+from steelyard.tasks.generate.answers import GenerateOutputs
 
 NOISE = np.random.default_rng(7).uniform(0.9, 1.1, 80).tolist()
 TIMINGS = make_even_loop(2, 80, noise=NOISE)  # four tokens each
@@ -414,6 +415,51 @@ def test_answers_that_were_not_checked_get_a_note():
     assert "note.weights_unknown" in list_notes(unknown)
     assert "note.few_checked" in list_notes(make(outputs=make_checked(numbers=7)))
     assert "note.few_checked" not in list_notes(make(outputs=make_checked(numbers=8)))
+
+
+@pytest.mark.parametrize(
+    ("precision", "wrong_tokens", "codes"),
+    [
+        ("fp32", 6, []),
+        ("fp32", 7, ["wrong_answers"]),
+        ("bf16", 64, []),
+        ("bf16", 65, ["wrong_answers"]),
+    ],
+)
+def test_so_many_tokens_are_the_likeliest_as_noise_leaves(precision, wrong_tokens, codes):
+    """No token is far from the likeliest, but too many are not it."""
+    exact = [4] * 80
+    for number in range(wrong_tokens):
+        exact[number % 80] -= 1
+    record = make(outputs=make_checked(0.005, exact=exact), case__precision=precision)
+    question = {**record.case.question}
+    question["precision"] = {**question["precision"], "matmul": precision, "name": precision}
+    case = record.case.model_copy(update={"question": question})
+    assert list_codes(record.model_copy(update={"case": case})) == codes
+
+
+def test_answers_tokenized_again_may_have_another_number_of_tokens():
+    """A server that gives no ids: its text of four tokens may be written with three."""
+    outputs = make_checked()
+    outputs["passes"]["generate"]["tokens"] = [[1, 2, 3]] * 80
+    outputs["passes"]["check"] |= {"compared": [3] * 80, "exact": [3] * 80}
+    assert list_codes(make(outputs=outputs, facts={"counted_by": "usage"})) == []
+    assert list_codes(make(outputs=outputs)) == ["token_counts"]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"largest": []}, "one value for each request"),
+        ({"numbers": [0] * 80}, "names? a request twice"),
+        ({"exact": [5] * 80}, "more tokens are the likeliest than were compared"),
+    ],
+)
+def test_answers_that_contradict_themselves_are_refused(change, match):
+    outputs = make_checked()
+    outputs["passes"]["check"] |= change
+    with pytest.raises(ValueError, match=match):
+        GenerateOutputs.model_validate(outputs)
 
 
 def test_answers_left_out_of_the_check():

@@ -36,10 +36,13 @@ def _subtract(later_s: Floats, earlier_s: Floats) -> Floats:
 
 
 def _compute_tpot(table: RequestTable) -> Floats:
-    """Return the mean seconds of an output token after the first; NaN with fewer than two."""
+    """Return the mean seconds of an output token after the first; NaN with fewer than two tokens,
+    or if all came in one chunk, which says nothing of the time between them.
+    """
     gaps = np.where(table.output_tokens >= 2, table.output_tokens - 1, 1)
     times: Floats = _subtract(table.last_s, table.first_s) / gaps
-    return np.where(table.output_tokens >= 2, times, np.nan)
+    is_timed = (table.output_tokens >= 2) & (np.diff(table.chunk_starts) >= 2)
+    return np.where(is_timed, times, np.nan)
 
 
 # Seconds of each request of a table; NaN where a request has no such time.
@@ -211,13 +214,16 @@ def goodput(record: Record) -> Result:
 
 
 def _keeps_limits(table: RequestTable, slo: Slo) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-    """Return whether each request ended regularly and kept the limits on its latencies; one without
-    a second token has no time per token that could break a limit.
+    """Return whether each request ended regularly and kept the limits on its latencies. One without
+    a second token has no time per token that could break a limit; one whose tokens came in one
+    chunk has a time per token that nobody knows, and keeps none.
     """
     kept = table.is_ok.copy()
     for name, limit_s in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s)):
         if limit_s is not None:
             kept &= ~(LATENCIES[name](table) > limit_s)
+    if slo.tpot_s is not None:
+        kept &= (table.output_tokens < 2) | (np.diff(table.chunk_starts) >= 2)
     return kept
 
 

@@ -6,10 +6,10 @@ client that kept up, and whether the run is steady. Those on the answers are in 
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from math import sqrt
 
 import numpy as np
 
+from steelyard.case.arrivals import draw_arrivals
 from steelyard.case.load import Load
 from steelyard.data.request_outcomes import OUTCOMES
 from steelyard.metrics import request_formulas
@@ -23,7 +23,7 @@ from steelyard.metrics.request_window import (
 )
 from steelyard.metrics.result import Finding, make_check, make_failed_check, make_note
 from steelyard.record.record import Record, Value
-from steelyard.record.request_samples import RequestSamples, RequestTable
+from steelyard.record.request_samples import Floats, RequestSamples, RequestTable
 from steelyard.words import Message, MessageValues
 
 MIN_SALT_DIGITS = 16  # hex digits: 64 bits
@@ -35,7 +35,7 @@ MAX_LAG_S, MAX_LAG_SHARE = 0.01, 0.01
 MAX_CLIENT_CPU_SHARE = 0.8
 US = 1e6
 END_SLACK_S = 0.002  # by which a request may end after its pass, whose clock is read later
-ARRIVAL_DEVIATIONS = 5.0  # standard deviations of a Poisson process
+SLACK_S = 0.0001  # of times that follow from others, which are whole microseconds
 OUTCOME_CODES: dict[str, str] = {name: f"outcome.{name}" for name in OUTCOMES}
 EOS_WORDS = ("ignore_eos", "min_tokens", "unexpected", "422", "unknown field", "extra")
 
@@ -232,7 +232,8 @@ def _find_impossible(
     record: Record, samples: RequestSamples, table: RequestTable, load: Load
 ) -> Iterator[Message]:
     """Yield a message for each thing that cannot be true of request samples: an end after that of
-    the pass, more requests in flight than the load has, or arrivals that are not the load's.
+    the pass, more requests in flight than the load has, a schedule that is not the load's, or a
+    request that was due later than a slot was free for it.
     """
     windows = select_windows(record, samples.pass_name)
     wall_s = max((window.wall_s for window in windows), default=0.0)
@@ -244,15 +245,46 @@ def _find_impossible(
         most = count_in_flight(table)
         if most > slots:
             yield Message("possible.in_flight", {"most": most, "slots": slots})
-    if load.mode == "offline" and float(table.scheduled_s.max()) > 0:
-        yield Message("possible.offline", {"last": float(table.scheduled_s.max())})
-    if load.rate is not None and len(table) > 1:
-        span_s, gaps = float(table.scheduled_s[-1] - table.scheduled_s[0]), len(table) - 1
-        expected_s = gaps / load.rate
-        deviations = 0.0 if load.arrivals == "constant" else ARRIVAL_DEVIATIONS * sqrt(gaps)
-        if abs(span_s - expected_s) > deviations / load.rate + END_SLACK_S:
-            values: MessageValues = {"rate": gaps / max(span_s, 1e-9), "asked": load.rate}
-            yield Message("possible.arrivals", values)
+    sent = table.outcome != OUTCOMES.index("missing")
+    expected = _find_expected_schedule(record, table, load)
+    scheduled_s, due_s = table.scheduled_s[sent], table.due_s[sent]
+    asked_s = scheduled_s if expected is None else expected[sent]
+    off = np.flatnonzero(np.abs(scheduled_s - asked_s) > SLACK_S)
+    if len(off):
+        first = int(off[0])
+        values: MessageValues = {
+            "first": first,
+            "stated": float(scheduled_s[first]),
+            "asked": float(asked_s[first]),
+        }
+        yield Message("possible.schedule", values)
+    free_s = _find_free_times(table, slots)[sent]
+    late = np.flatnonzero(due_s > np.maximum(scheduled_s, free_s) + SLACK_S)
+    if len(late):
+        yield Message("possible.due", {"first": int(late[0]), "due": float(due_s[late[0]])})
+
+
+def _find_free_times(table: RequestTable, slots: int | None) -> Floats:
+    """Return when a slot became free for each request in the order of the schedule: at once for the
+    first ones, then at the ends of earlier requests, one by one.
+    """
+    free_s = np.zeros(len(table))
+    if slots is not None:
+        free_s[slots:] = np.sort(table.end_s)[: max(0, len(table) - slots)]
+    return free_s
+
+
+def _find_expected_schedule(record: Record, table: RequestTable, load: Load) -> Floats | None:
+    """Return when each request must have been scheduled by the load of the question: in a closed
+    loop when a slot became free, offline at once, in an open loop as its arrivals are drawn. None
+    for a trace, whose arrivals are not in a record.
+    """
+    if load.mode != "rate":
+        return _find_free_times(table, load.concurrency)
+    if load.arrivals == "trace":
+        return None
+    arrivals = draw_arrivals(load, record.question.seed)
+    return np.fromiter(arrivals, float, len(table))
 
 
 def count_in_flight(table: RequestTable) -> int:

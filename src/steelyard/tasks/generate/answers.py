@@ -2,9 +2,10 @@
 is from the likeliest tokens.
 """
 
-from typing import Annotated, Any
+from collections.abc import Sized
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from steelyard.schema import FrozenModel
 from steelyard.tasks.task import Differences, OutputCount
@@ -22,6 +23,14 @@ class GeneratedTokens(FrozenModel):
     numbers: list[OutputCount] = Field(max_length=MAX_CHECKED)
     tokens: list[list[TokenId]] = Field(max_length=MAX_CHECKED)
 
+    @model_validator(mode="after")
+    def _check_columns(self) -> Self:
+        """Raise ValueError if there is not one answer for each request, or a request is named
+        twice.
+        """
+        _check_lengths(self.numbers, self.tokens)
+        return self
+
 
 class TokenDistances(FrozenModel):
     """How the generated tokens compare with those that a reference engine finds likeliest after the
@@ -34,6 +43,24 @@ class TokenDistances(FrozenModel):
     compared: list[OutputCount] = Field(max_length=MAX_CHECKED)
     exact: list[OutputCount] = Field(max_length=MAX_CHECKED)
     largest: list[Nats | None] = Field(max_length=MAX_CHECKED)
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> Self:
+        """Raise ValueError if the columns differ in length, a request is named twice, or more
+        tokens are the likeliest than were compared.
+        """
+        _check_lengths(self.numbers, self.compared, self.exact, self.largest)
+        if any(exact > count for exact, count in zip(self.exact, self.compared, strict=True)):
+            raise ValueError("more tokens are the likeliest than were compared")
+        return self
+
+
+def _check_lengths(numbers: list[int], *columns: Sized) -> None:
+    """Raise ValueError if a column has not one value for each request, or one is named twice."""
+    if {len(column) for column in columns} != {len(numbers)}:
+        raise ValueError("the answers do not have one value for each request")
+    if len(set(numbers)) != len(numbers):
+        raise ValueError("the answers name a request twice")
 
 
 class GenerateOutputs(FrozenModel):
@@ -49,11 +76,7 @@ def check_answers(answers: Any, outputs: GenerateOutputs) -> dict[str, Any]:
     value for each request. Raise ValueError or pydantic's ValidationError if not.
     """
     model = TokenDistances if "compared" in answers else GeneratedTokens
-    checked = model.model_validate(answers)
-    sizes = {len(column) for column in checked.model_dump().values()}
-    if len(sizes) != 1:
-        raise ValueError("the answers do not have one value for each request")
-    return checked.model_dump(mode="json")
+    return model.model_validate(answers).model_dump(mode="json")
 
 
 def merge_answers(

@@ -124,7 +124,7 @@ TEXTS: dict[str, str] = {
     "metric.no_window": "请求过少，无法确定窗口，或没有任何应答",
     "metric.not_counted": "open 组或引擎未计数时，实际计算量未知",
     "metric.other_definition": "按定义 {stated} 测得；本版本的定义为 {known}",
-    "metric.no_tokens_after_first": "窗口内没有请求输出第二个 token",
+    "metric.no_tokens_after_first": "窗口内没有请求输出第二个 token 数据块",
     "metric.no_slo": "用例未给出时延限值（slo）",
     "metric.no_bandwidth": "{row} 的标称数据没有内存带宽",
     "metric.no_decode_bytes": "{family} 系列模型每步读取的权重未知",
@@ -227,8 +227,8 @@ TEXTS: dict[str, str] = {
     "check.possible_requests.bad": "请求的时间不可能为真：{problem}",
     "possible.end": "有请求在 {last:.3f} 秒结束，而该遍在 {wall:.3f} 秒结束",
     "possible.in_flight": "同时有 {most:,} 个请求在执行，而负载为 {slots:,} 个",
-    "possible.offline": "有请求计划于 {last:.3f} 秒发送；offline 应全部在开始时发送",
-    "possible.arrivals": "每秒到达 {rate:.4g} 个请求，而负载为 {asked:.4g} 个",
+    "possible.schedule": "请求 {first} 计划于 {stated:.4f} 秒；按负载应为 {asked:.4f} 秒",
+    "possible.due": "请求 {first} 于 {due:.4f} 秒才可发送，而此前已有空位",
     "check.answers.ok": (
         "抽检 {requests:,} 个答案：{exact:.1%} 的 token 为最可能者，差距最大 {largest:.3g} nat"
         "，未超过 {precision} 允许的 {limit} nat"
@@ -236,6 +236,10 @@ TEXTS: dict[str, str] = {
     "check.answers.bad": (
         "抽检 {requests:,} 个答案：{exact:.1%} 的 token 为最可能者，有一个差距为 {largest:.3g} "
         "nat；{precision} 最多允许 {limit} nat"
+    ),
+    "check.answers_exact.bad": (
+        "抽检 {requests:,} 个答案：仅 {exact:.1%} 的 token 为最可能者；{precision} 的批次噪声"
+        "至少保留 {least:.0%}"
     ),
     "check.answers_not_finite.bad": "抽检 {requests:,} 个答案，参考引擎有非有限的 logit",
     "check.answers_left.bad": "检查了 {compared:,} 个 token，而保留待检的有 {kept:,} 个",

@@ -204,7 +204,7 @@ TEXTS: dict[str, str] = {
         "in division open, and where an engine does not count it, it is unknown what was computed"
     ),
     "metric.other_definition": "it was measured by definition {stated}; this version knows {known}",
-    "metric.no_tokens_after_first": "no request of the window has a second token",
+    "metric.no_tokens_after_first": "no request of the window has a second chunk of tokens",
     "metric.no_slo": "the case states no limits (slo)",
     "metric.no_bandwidth": "the datasheet row of {row} has no memory bandwidth",
     "metric.no_decode_bytes": (
@@ -348,8 +348,10 @@ TEXTS: dict[str, str] = {
     "check.possible_requests.bad": "the times of the requests cannot be true: {problem}",
     "possible.end": "a request ends at {last:.3f} s, and the pass at {wall:.3f} s",
     "possible.in_flight": "{most:,} requests were in flight at a time, and the load has {slots:,}",
-    "possible.offline": "a request is scheduled at {last:.3f} s; offline all are at the start",
-    "possible.arrivals": "{rate:.4g} requests per second arrive; the load has {asked:.4g}",
+    "possible.schedule": (
+        "request {first} is scheduled at {stated:.4f} s; by the load it is at {asked:.4f} s"
+    ),
+    "possible.due": "request {first} is due at {due:.4f} s, when a slot had been free for it",
     "check.answers.ok": (
         "{requests:,} answers were checked: {exact:.1%} of the tokens are the likeliest, none "
         "is farther than {largest:.3g} nats from it, within the {limit} nats allowed in "
@@ -358,6 +360,10 @@ TEXTS: dict[str, str] = {
     "check.answers.bad": (
         "{requests:,} answers were checked: {exact:.1%} of the tokens are the likeliest, and "
         "one is {largest:.3g} nats from it; {precision} allows {limit} nats"
+    ),
+    "check.answers_exact.bad": (
+        "{requests:,} answers were checked: only {exact:.1%} of the tokens are the likeliest; "
+        "batch noise in {precision} leaves at least {least:.0%}"
     ),
     "check.answers_not_finite.bad": (
         "{requests:,} answers were checked, and the reference has a logit that is not finite"
