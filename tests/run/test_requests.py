@@ -83,6 +83,67 @@ def test_time_between_the_schedule_and_the_sending_is_kept():
     assert run.table.first_s.tolist() == [1.125, 1.25, 1.375]
 
 
+class SlowPort(ScriptedPort):
+    """A port that hands each request to the socket when it waits next, half a second later; it
+    says so again behind the first chunk, and behind the end.
+    """
+
+    unsent: tuple[int, ...] = ()
+
+    def submit(self, request):
+        super().submit(request)
+        self.unsent = (*self.unsent, request.number)
+
+    def wait(self, until_s):
+        for number in self.unsent:
+            self.clock.now_s += 0.5
+            self.sink.mark_sent(number)
+        self.unsent = ()
+        super().wait(until_s)
+
+    def _report(self, number, what):
+        is_end = super()._report(number, what)
+        self.sink.mark_sent(number)
+        return is_end
+
+
+def run_slowly(script, load=OFFLINE, count=3):
+    """Return the table of requests that a slow port sent."""
+    clock = ScriptedClock()
+    loop = RequestLoop(make_requests(count), load, ScriptedDevice(clock), clock)
+    port = SlowPort(clock, loop, script)
+    loop.plan()
+    return loop.make_trace(loop.run(port), "generate").samples.table
+
+
+def test_a_request_is_sent_when_the_port_hands_it_to_the_socket():
+    table = run_slowly(answer(4.0, 0.0))
+    assert table.scheduled_s.tolist() == table.due_s.tolist() == [0, 0, 0]
+    assert table.sent_s.tolist() == [0.5, 1.0, 1.5]
+    assert table.first_s.tolist() == [4, 4, 4]
+    # a request that ends without a chunk: what comes behind the end moves nothing
+    table = run_slowly(lambda request, now_s: [(2.0, RequestEnd("cut", "it was cut"))])
+    assert table.sent_s.tolist() == [0.5, 1.0, 1.5]
+    assert table.end_s.tolist() == [2, 2, 2]
+
+
+def test_no_request_is_sent_before_it_is_due_or_behind_its_first_chunk():
+    clock = ScriptedClock()
+    loop = RequestLoop(make_requests(1), OFFLINE, ScriptedDevice(clock), clock)
+
+    class EagerPort(ScriptedPort):
+        def submit(self, request):
+            clock.now_s -= 0.25  # a clock that goes back
+            self.sink.mark_sent(request.number)
+            clock.now_s += 0.25
+            super().submit(request)
+
+    port = EagerPort(clock, loop, answer(1.0, 0.0))
+    loop.plan()
+    table = loop.make_trace(loop.run(port), "generate").samples.table
+    assert (table.due_s.tolist(), table.sent_s.tolist(), table.first_s.tolist()) == ([0], [0], [1])
+
+
 def test_constant_arrivals_wait_for_nothing():
     run = run_requests(open_loop(4), make_requests(5), answer(10.0, 1.0))
     assert run.table.scheduled_s.tolist() == [0, 0.25, 0.5, 0.75, 1]

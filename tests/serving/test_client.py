@@ -39,6 +39,25 @@ def test_every_token_of_many_streams_arrives_once(
     assert {(end.outcome, end.counted_by) for end in sink.ends.values()} == {("ok", counted_by)}
 
 
+def test_a_request_is_marked_once_when_its_body_is_written() -> None:
+    """Not when it is submitted, and never if there is nobody to send it to."""
+    with open_client(Script()) as client:
+        sink = RecordingSink()
+        port = client.make_port(sink, client.loop.time, IDS)
+        for number in range(20):
+            port.submit(make_request(number))
+        assert sink.sent == []
+        while len(sink.ends) < 20:
+            port.wait(None)
+        assert client.get(f"{client.endpoint}/models") is not None  # which is no request
+        port.close()
+        assert sorted(sink.sent) == [*range(20)]
+    with open_client(Script(fault="hang"), timeout_s=0.2) as client:
+        assert send(client, [make_request(0)]).sent == [0]
+    with open_client(Script(), port=1) as client:
+        assert send(client, [make_request(0)]).sent == []
+
+
 def test_connections_are_shared() -> None:
     with open_client(Script()) as client:
         for _ in range(5):

@@ -145,8 +145,9 @@ REFUSALS = [
         ("--rejects", "ids"),
         ("engine.api=chat",),
         "the prompts of this case are token ids without a text, which cannot be sent with"
-        " engine.prompts=auto and engine.api=chat to this server; allowed: prompts with a text"
-        " (question.data.source=texts, --data and --tokenizer), or a server that takes token ids",
+        " engine.prompts=auto and engine.api=chat to this server; run with"
+        ' --set question.data.source=texts --data FILE.jsonl (lines of {"text": …}; the tokenizer'
+        " is the model folder's, or --tokenizer)",
     ),
     ((), ("engine.model=other",), "engine.model: the server has no 'other'; it has: mock"),
     (

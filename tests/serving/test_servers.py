@@ -190,7 +190,7 @@ def test_prompts_become_words_where_ids_are_refused() -> None:
         server = replace(make_server(client), word_width=4)
         form = choose_format(server, EngineSettings(), make_requests(32, 4))
         assert (form.sends_ids, form.asks_ids, form.word_width) == (False, False, 4)
-        with pytest.raises(RequestError, match="the server refuses requests of this case"):
+        with pytest.raises(RequestError, match=r"takes no token ids.*source=texts"):
             choose_format(make_server(client), EngineSettings(), make_requests(32, 4))
         with pytest.raises(RequestError, match=r"engine\.prompts=text"):
             choose_format(make_server(client), EngineSettings(prompts="text"), make_requests(32, 4))

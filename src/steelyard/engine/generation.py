@@ -37,6 +37,11 @@ class RequestSink(Protocol):
     loop's clock, so a port calls it at once, in the thread that runs `RequestPort.wait`.
     """
 
+    def mark_sent(self, number: int) -> None:
+        """Report that a request is handed to the socket at this moment. A port in this process,
+        where submitting is sending, does not call it.
+        """
+
     def add_chunk(self, number: int, tokens: int, ids: Sequence[int] = ()) -> None:
         """Report a chunk of a request that carries `tokens` tokens (1 if the port does not know:
         `RequestEnd.output_tokens` then corrects the sum), with their `ids` if they are known.

@@ -235,6 +235,15 @@ class RequestLoop:
         if late_s >= 0:
             self._lags_s.append(late_s)
 
+    def mark_sent(self, number: int) -> None:
+        """Stamp the sending of a request, as `RequestSink` says: it replaces the time at which the
+        request was handed in, unless a chunk or the end has come, and is never before it.
+        """
+        at_s = self._clock() - self._start
+        state = self._states[number]
+        if not state.times_s and state.end_s is None:
+            state.sent_s = max(state.sent_s, at_s)
+
     def add_chunk(self, number: int, tokens: int, ids: Sequence[int] = ()) -> None:
         """Stamp a chunk of a request, as `RequestSink` says. A chunk without tokens is ignored, and
         so is what comes behind the end, or behind a fault: ids that the model does not have, or

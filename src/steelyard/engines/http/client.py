@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -117,6 +118,8 @@ class HttpClient:
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=min(CONNECT_S, self.timeout_s), sock_read=self.timeout_s
         )
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_chunk_sent.append(_mark_sent)  # just before it is written
         headers = HEADERS | ({} if self._key is None else {"Authorization": f"Bearer {self._key}"})
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
@@ -132,6 +135,7 @@ class HttpClient:
             auto_decompress=False,
             trust_env=False,
             cookie_jar=aiohttp.DummyCookieJar(),
+            trace_configs=[tracing],
         )
 
     @property
@@ -214,7 +218,12 @@ class HttpClient:
         """
         path, body = port.request_format.path, port.request_format.make_body(request)
         address = f"{self.endpoint}{path}"
-        async with self.session.post(address, data=body, allow_redirects=False) as response:
+        async with self.session.post(
+            address,
+            data=body,
+            allow_redirects=False,
+            trace_request_ctx=partial(port.sink.mark_sent, request.number),
+        ) as response:
             if response.status != 200:
                 text = (await _read_body(response, MAX_ERROR_BYTES)).decode("utf-8", "replace")
                 return RequestEnd("refused", f"status {response.status}: {text}")
@@ -327,6 +336,12 @@ def explain_failure(error: Exception) -> tuple[Outcome, str]:
 def _make_failure(answer: Answer, outcome: Outcome, text: str) -> RequestEnd:
     """Return the end of a request that failed in the midst of an answer."""
     return replace(answer.end(), outcome=outcome, error=text)
+
+
+async def _mark_sent(session: aiohttp.ClientSession, context: Any, sent: Any) -> None:
+    """Report that the body of a request is written, if it is one of a port."""
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx()
 
 
 async def _read_body(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:

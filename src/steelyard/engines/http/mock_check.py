@@ -58,6 +58,9 @@ class _StampSink:
         self.errors_us: array[int] = array("q")
         self.ended = 0
 
+    def mark_sent(self, number: int) -> None:
+        """Ignore when a request is sent."""
+
     def add_chunk(self, number: int, tokens: int, ids: Sequence[int] = ()) -> None:
         """Keep the error of a chunk."""
         at_us = round(self._clock() * US)

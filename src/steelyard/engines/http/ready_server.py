@@ -16,7 +16,7 @@ from steelyard import plugins
 from steelyard.case.case import Case
 from steelyard.data.prompts import LengthRule, PromptRequests
 from steelyard.engine.job import Job, Part
-from steelyard.engine.server_rows import MetricNames, ServerRow, ServerStart
+from steelyard.engine.server_rows import SEND_TEXTS, MetricNames, ServerRow, ServerStart
 from steelyard.engines.http import server_process
 from steelyard.engines.http.client import HttpClient
 from steelyard.engines.http.server_process import ServerProcess
@@ -28,6 +28,14 @@ READY_S = 1800.0  # for a server to load a large model
 SPARE_TOKENS = 64  # that a text may have beyond the ids it was made from
 MAX_SLOTS = 256  # that a server is told of, where the load has no number
 MAX_SHOWN, MAX_NAME_CHARS = 10, 200
+NAME_THE_MODEL = "--set engine.model=NAME"
+# what to do about a list of models with this status; for any other, the model is to be named
+LIST_REMEDIES = {
+    404: (
+        "engine.endpoint ends in /v1 on most servers; if this one has no list, name the model with"
+        f" {NAME_THE_MODEL}"
+    )
+}
 WRITER = "steelyard.weights.random_checkpoint:write_random_checkpoint"
 OPENER = "steelyard.weights.llama_weights:open_llama_checkpoint"
 DESCRIBER = "steelyard.weights.checkpoint_tensors:describe_source"
@@ -105,7 +113,7 @@ def connect_server(job: Job) -> ReadyServer:
     client = HttpClient(settings.endpoint, read_key(settings.key_variable), settings.timeout_s)
     client.open()
     try:
-        models = list_models(client)
+        models = list_models(client, is_needed=settings.model is None)
         model = _choose_model(client, models, settings.model)
         details = {
             "endpoint": hide_credentials(settings.endpoint),
@@ -129,6 +137,13 @@ def start_server(job: Job, row: ServerRow, part: Part) -> ReadyServer:
     refusal = row.refusal(job.case)
     if refusal is not None:
         raise RequestError(refusal)
+    # random weights are written with a tokenizer of their own, by which ids become words
+    needs_text = job.weights is not None and not row.takes_ids
+    if needs_text and job.inputs.make_warmup(0).text is None:
+        raise RequestError(
+            f"engine {row.name} takes no token ids, and the prompts of this case have no text; run"
+            f" with {SEND_TEXTS}"
+        )
     with part("weights"):
         folder = find_model_folder(job)
     port = server_process.find_free_port()
@@ -219,9 +234,10 @@ def count_slots(case: Case, requests: PromptRequests, limit: int) -> int:
     return max(1, min(limit, number or requests.count))
 
 
-def list_models(client: HttpClient) -> dict[str, str | None]:
+def list_models(client: HttpClient, is_needed: bool = False) -> dict[str, str | None]:
     """Return the models that a server lists, each with what it says that owns it; empty if it has
-    no list. Raises RequestError if no server answers, or it does not know the key.
+    no list. Raises RequestError if no server answers, or it does not know the key, or, where a list
+    `is_needed`, if it answers with another status than 200.
     """
     answer = client.get(f"{client.endpoint}/models")
     address = hide_credentials(client.endpoint)
@@ -236,6 +252,9 @@ def list_models(client: HttpClient) -> dict[str, str | None]:
             f"the server at {address} refuses the key (status {status}); name the variable that"
             " holds it: --set engine.key_variable=NAME"
         )
+    if is_needed and status != 200:
+        remedy = LIST_REMEDIES.get(status, f"name the model with {NAME_THE_MODEL}")
+        raise RequestError(f"GET {address}/models: status {status}; {remedy}")
     rows = _parse_json(body).get("data") if status == 200 else None
     return {
         row["id"]: _as_text(client, row.get("owned_by"))
@@ -255,7 +274,8 @@ def _choose_model(client: HttpClient, models: dict[str, str | None], wanted: str
         raise RequestError(f"engine.model: the server has no {wanted!r}; it has: {shown}")
     if not models:
         raise RequestError(
-            "the server does not list its models; name one with --set engine.model=NAME"
+            f"the server lists no models; name one with {NAME_THE_MODEL} (transformers serve: the"
+            " folder's path as you gave it)"
         )
     return next(iter(models))
 

@@ -398,6 +398,9 @@ class _WarmupSink:
     def __init__(self) -> None:
         self.ended, self.errors = 0, list[str]()
 
+    def mark_sent(self, number: int) -> None:
+        """Ignore when a warm-up request is sent."""
+
     def add_chunk(self, number: int, tokens: int, ids: Any = ()) -> None:
         """Ignore the tokens of a warm-up request."""
 
