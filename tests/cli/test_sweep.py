@@ -334,6 +334,21 @@ def test_sweep_runs_the_grid_with_repeats(shell: Shell, carried: list[CheckedReq
     assert repeats.startswith(f"{CASE} · smoke · torch · fp32 · closed")
 
 
+def test_a_column_of_points_does_not_repeat_the_load(
+    shell: Shell, carried: list[CheckedRequest]
+) -> None:
+    generate = ("run", "llama3-8b-generate", *SMOKE[2:], "--out", shell.out)
+    alone = shell.run_in_process(*generate, "--sweep", "load.concurrency=1,2")
+    assert alone.code == 0, alone.err
+    assert "point" not in alone.out
+    assert "concurrency" not in alone.out.partition("Verdict")[0]
+    grid = shell.run_in_process(
+        *generate, "--sweep", "load.concurrency=1,2", "--sweep", "pad_to=8,16"
+    )
+    cells = [line.split()[0] for line in grid.out.splitlines() if line.startswith("tune.pad_to=")]
+    assert cells == ["tune.pad_to=8", "tune.pad_to=16"] * 2
+
+
 def test_each_case_of_a_sweep_has_all_points(shell: Shell, carried: list[CheckedRequest]) -> None:
     result = shell.run_in_process(
         *TRAIN[:2], *SMOKE[1:], "--sweep", "nodes=1", "--sweep", "warmup=0,1", "--out", shell.out

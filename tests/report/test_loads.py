@@ -29,7 +29,7 @@ from steelyard.report.document import (
     walk_elements,
 )
 from steelyard.report.load_section import build_load_section, find_load_curves
-from steelyard.report.numbered_runs import group_by_case
+from steelyard.report.numbered_runs import format_scope, group_by_case
 from steelyard.report.numbers import format_times
 from steelyard.report.point_geometry import Segment, find_frontier, lay_out_points
 from steelyard.words import PageWords
@@ -43,7 +43,7 @@ load  status             rate     ±            TTFT            TPOT   exact
 C1    valid             142.0  2.0%  31.2/46.8/- ms  6.67/10.0/- ms  99.9%*
 C4    valid             520.0  2.0%  40.7/61.0/- ms  7.25/10.9/- ms  99.9%*
 C16   valid             1,710  2.0%   83.5/125/- ms  8.47/12.7/- ms  99.9%*
-* quality is reported, not checked
+* compared with the reference engine; this case sets no gate
 No ttft_p99, tpot_p99: needs 662 requests, the window has 160.
 Not shown: mem, e2e_time. --wide shows all columns.
 """
@@ -100,6 +100,30 @@ def test_the_table_after_a_sweep_fits_80_columns() -> None:
         text = report.render_text(page, columns)
         assert max(map(len, text.splitlines())) <= columns
     assert "TPOT" in report.render_text(page, 80)
+
+
+def test_the_mark_at_answers_that_no_reference_engine_checked() -> None:
+    checked = made.make_generation_record()
+    unchecked = checked.model_copy(update={"passes": checked.passes[:1]})
+    other = make_record()
+    unevaluated = other.quality.model_copy(update={"evaluated": False})
+    other = other.model_copy(update={"quality": unevaluated})
+    notes = {
+        "* compared with the reference engine; this case sets no gate": [checked],
+        "* not compared with the reference engine in every run; this case sets no gate": [
+            checked,
+            unchecked,
+        ],
+        "* quality is reported, not checked": [checked, other],
+    }
+    for note, records in notes.items():
+        assert note in report.render_text(report.build_summary_page(records), None)
+
+
+def test_a_window_of_generation_counts_requests() -> None:
+    sampled = made.make_generation_record(scope={"kind": "window", "sample": 24, "requests": 24})
+    assert format_scope(sampled, PageWords("en")) == "window: 24 requests"
+    assert format_scope(sampled, PageWords("zh")) == "窗口：24 个请求"
 
 
 def test_a_run_without_a_window_says_nothing_of_other_kinds_of_work() -> None:

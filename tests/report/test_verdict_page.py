@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fixtures import load_records as made
 from fixtures.engines import make_scoring_record
 from steelyard import report
 from steelyard.metrics import verdict
@@ -138,3 +139,43 @@ def test_several_verdicts_name_their_case() -> None:
         "Verdict on llama2-7b-mmlu · closed · bf16: none, because only torch ran.\n\n"
         "Verdict on llama2-7b-mmlu · open · bf16: none, because only torch ran.\n"
     )
+
+
+def test_loads_are_not_ranked() -> None:
+    sweep = made.make_sweep()[:3]
+    points = [
+        (record.question.model_dump_json(), verdict.Contender(f"load {number}", (record,)))
+        for number, record in enumerate(sweep)
+    ]
+    [found] = verdict.judge_points(points)
+    assert found.code == "different"
+    assert report.format_verdict(found, PageWords("en"), with_case=True) == (
+        "No verdict: each load is a question of its own; report --format html draws the curve."
+    )
+    assert report.format_verdict(found, PageWords("zh")) == (
+        "没有结论：每种负载各为一个题目；report --format html 可绘制曲线。"
+    )
+
+
+def test_other_differences_at_one_load_are_named() -> None:
+    [first, second] = (
+        made.make_sweep()[0],
+        made.make_sweep("vllm", weights={"source": "unknown"})[0],
+    )
+    [found] = verdict.judge_engines([first, second])
+    assert report.format_verdict(found, PageWords("en")) == (
+        "Verdict: none, because these did not answer the same question: transformers, vllm."
+    )
+
+
+def test_verdicts_at_several_loads_name_the_load() -> None:
+    points = [
+        (record.question.model_dump_json(), verdict.Contender(f"point {number}", (record,)))
+        for number, record in enumerate([*made.make_sweep()[:2], *made.make_sweep()[:2]])
+    ]
+    verdicts = verdict.judge_points(points)
+    sentences = [report.format_verdict(one, PageWords("en"), with_case=True) for one in verdicts]
+    assert [sentence.partition(":")[0] for sentence in sentences] == [
+        "Verdict on llama3-8b-generate · closed · bf16 · C1",
+        "Verdict on llama3-8b-generate · closed · bf16 · C4",
+    ]

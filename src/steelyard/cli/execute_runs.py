@@ -37,6 +37,7 @@ from steelyard.metrics.verdict import Contender, Verdict, judge_engines, judge_p
 from steelyard.record import record, signature
 from steelyard.record.record import Record
 from steelyard.report import group_data
+from steelyard.report.loads import is_load_key
 from steelyard.run import launch, parent, rerun
 from steelyard.run.checked_request import CheckedRequest, check_request
 from steelyard.run.launch import Allocation
@@ -148,12 +149,13 @@ def run_sweep(
         """Print on stdout the table of the sweep's points, its repeats, and if devices or nodes are
         swept the scaling table; on stderr that there is none if records do not suffice.
         """
-        names = [_format_point_of(turn.checked) for turn, _ in results]
-        print_run_result(format_page(report.build_summary_page(records, points=names), output.wide))
+        names = [_format_point_cell(turn.checked) for turn, _ in results]
+        page = report.build_summary_page(records, points=names if any(names) else None)
+        print_run_result(format_page(page, output.wide))
         print_repeats(repeats, output.wide)
-        page = report.build_scaling_page(records) if over_devices else None
-        if page is not None:
-            print_run_result("\n" + format_page(page, output.wide))
+        scaling_page = report.build_scaling_page(records) if over_devices else None
+        if scaling_page is not None:
+            print_run_result("\n" + format_page(scaling_page, output.wide))
         elif over_devices:
             print_stderr("no scaling table: it needs valid records with two device counts")
 
@@ -470,6 +472,14 @@ def _check_points_differ(checked_requests: list[CheckedRequest]) -> None:
 def _format_point_of(checked: CheckedRequest) -> str:
     """Return the values of a run's point in the sweep as text, such as `devices=2`."""
     return sweep.format_point(checked.request.point)
+
+
+def _format_point_cell(checked: CheckedRequest) -> str:
+    """Return the values of a run's point in the sweep for the table of points, without those of its
+    load, which has a column of its own; empty if none are left.
+    """
+    point = checked.request.point
+    return sweep.format_point(tuple(item for item in point if not is_load_key(item[0])))
 
 
 def _format_point_title(checked: CheckedRequest, all_runs: list[CheckedRequest]) -> str:

@@ -224,9 +224,10 @@ class RunOptions:
         typer.Option(
             metavar="NAME",
             help=(
-                "torch (ours, the default), transformers (the default of generation), megatron,"
-                " paddle, flagscale, reference (GLM as published), http (a server of yours),"
-                " transformers-serve, vllm, or all: every one that can run the case, side by side."
+                "torch (ours), transformers, megatron, paddle, flagscale, reference (GLM as"
+                " published), http (a server of yours), transformers-serve, vllm, or all: every"
+                " one that can run the case, side by side. Default: the first that can run the"
+                " case."
             ),
             rich_help_panel=MAIN_GROUP,
             autocompletion=complete.engines_or_all,
@@ -281,7 +282,8 @@ class RunOptions:
             help=(
                 "Inference: val (eager), infer (compiled), bare (infer with nothing measured"
                 " inside); default: val,infer. Training: before, train, after (held-out loss before"
-                " and after); default: all, or until the case's target."
+                " and after); default: all, or until the case's target. Generation: generate,"
+                " check (of the answers, by torch)."
             ),
             rich_help_panel=SCOPE_GROUP,
         ),

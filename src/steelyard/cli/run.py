@@ -44,6 +44,8 @@ def run(options: RunOptions) -> int:
       steelyard run --model SmolLM2-135M/ --task mmlu --data mmlu/
       steelyard run llama1-7b-openwebtext --data owt/owt --devices 8
       steelyard run llama3-8b-generate --sweep load.concurrency=1,4,16
+      steelyard run llama3-8b-generate --engine http \\
+        --set engine.endpoint=http://127.0.0.1:8000/v1
       steelyard run llama2-7b-mmlu --data mmlu/ --engine all --repeat 3
       steelyard run llama1-7b-openwebtext --data owt/owt --steps 20 \\
         --sweep devices=1,2,4,8 --sweep micro_batch=1,2,4

@@ -31,6 +31,7 @@ from steelyard.report.numbered_runs import (
     format_scope,
     format_stage_memory,
     format_tuned_settings,
+    format_unevaluated,
     format_unit,
     make_estimate_cell,
     select_averaged,
@@ -185,7 +186,7 @@ def build_comparison_table(runs: list[NumberedRun], say: PageWords) -> Table:
     formulas = max(group.row.first_record.formulas or 1 for group in groups)
     in_samples = runs[0].record.task.rates_in_samples
     layout = load_table_layout(runs[0].record.task.kind_row)
-    unevaluated_note = "" if any_evaluated else say("not_evaluated")
+    unevaluated_note = "" if any_evaluated else format_unevaluated(runs[0].record, say)
     columns: tuple[ColumnSpec[ComparedRuns | PublishedRow], ...] = (
         ColumnSpec(
             say("side.accelerator"),
@@ -405,7 +406,7 @@ def _quality_cell(
     unevaluated = any_evaluated and text != UNKNOWN and not group.is_evaluated
     if text != UNKNOWN and row.quality_metric != common_metric:
         text = f"{metric.heading} {text}"
-    return Cell(text, say("not_evaluated") if unevaluated else "")
+    return Cell(text, format_unevaluated(row.first_record, say) if unevaluated else "")
 
 
 def _published_name_cell(row: PublishedRow, say: PageWords) -> Cell:
@@ -585,7 +586,7 @@ def _group_cell(
     )
     own_unit = format_unit(field.metrics[0], means[0], say.lang)
     unit_text = own_unit if common_unit is None and text != UNKNOWN else ""
-    sub = say("not_evaluated") if unevaluated else unit_text
+    sub = format_unevaluated(record, say) if unevaluated else unit_text
     return Cell(text, sub, "strong" if field.strong else "plain")
 
 

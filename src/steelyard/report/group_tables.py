@@ -42,6 +42,7 @@ from steelyard.report.numbered_runs import (
     format_parallel_plan,
     format_reason_codes,
     format_scope,
+    format_unevaluated,
     format_unit,
     group_by_case,
     make_estimate_cell,
@@ -176,7 +177,7 @@ def _repeats_elements(
         evaluated = not quality or all(record.quality.evaluated for record in group.counted)
         return Cell(
             format_number(number_format(spread), spread.mean.value),
-            "" if evaluated else say("not_evaluated"),
+            "" if evaluated else format_unevaluated(group.counted[0], say),
         )
 
     not_counted = [("not_valid", len(group.not_counted)), ("interval_only", group.interval_only)]
@@ -377,7 +378,8 @@ def _engines_elements(
             return UNKNOWN_CELL
         unit_text = format_unit(group.metric, row.records[0].metrics.get(group.metric), say.lang)
         evaluated = all(record.quality.evaluated for record in row.records)
-        return Cell(f"{number} {unit_text}".rstrip(), "" if evaluated else say("not_evaluated"))
+        words_below = "" if evaluated else format_unevaluated(row.records[0], say)
+        return Cell(f"{number} {unit_text}".rstrip(), words_below)
 
     def rate_cell(row: EngineRuns) -> Cell:
         """Return the mean rate of an engine's counted runs with its interval; without any, muted,

@@ -73,6 +73,11 @@ def make_series_key(record: Record) -> str:
     return estimates.make_group_key(record, _SERIES_PARTS)
 
 
+def make_loadless_key(record: Record) -> str:
+    """Return a text that is equal for runs of one question but for its load."""
+    return to_canonical_json(_strip_load(record))
+
+
 def _strip_load(record: Record) -> dict[str, Any]:
     """Return the question that was hashed, without its load."""
     return {name: value for name, value in record.case.question.items() if name != "load"}

@@ -212,7 +212,7 @@ def format_scope(record: Record, say: PageWords, brief: bool = False) -> str:
     listed = None if extent.subjects is None else say("comma").join(extent.subjects)
     sizes = (
         ("window.rows", extent.selected.row_count),
-        ("window.sample", extent.sample),
+        ("window.requests" if has_load(record) else "window.sample", extent.sample),
         (subjects_code, len(extent.subjects or ()) if subjects_code.endswith("many") else listed),
         ("window.steps", extent.steps),
     )
@@ -223,6 +223,14 @@ def format_scope(record: Record, say: PageWords, brief: bool = False) -> str:
     scope_text = say("whole") if record.scope.kind == "full" else window_text
     resumed = [say("resumed", str(restart.step)) for restart in record.restarts]
     return say("comma").join([scope_text, *resumed])
+
+
+def format_unevaluated(record: Record, say: PageWords) -> str:
+    """Return the words for a quality to which no gate was applied: "no gate" if the case has none
+    and its kind of work checks the answers in a pass of their own, else "not evaluated".
+    """
+    is_checked = record.case.gate is None and record.task.kind_row.check_passes
+    return say("no_gate" if is_checked else "not_evaluated")
 
 
 def format_metric(name: str, value: Value | None) -> str:

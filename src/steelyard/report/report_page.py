@@ -60,6 +60,7 @@ from steelyard.report.numbered_runs import (
     format_scope,
     format_status,
     format_tuned_settings,
+    format_unevaluated,
     format_unit,
     group_by_case,
 )
@@ -221,7 +222,9 @@ def _headline_figures(run: NumberedRun, repeats: int, say: PageWords) -> Figures
         is_known = value is not None and value.value is not None
         # A quality that was not evaluated, such as that of random weights, is no result.
         unevaluated = name == quality.metric and not quality.evaluated
-        unit_text = say("not_evaluated") if unevaluated else format_unit(name, value, say.lang)
+        unit_text = (
+            format_unevaluated(record, say) if unevaluated else format_unit(name, value, say.lang)
+        )
         items.append(
             Figure(
                 metric_row(name).heading, format_metric(name, value), unit_text if is_known else ""
@@ -436,11 +439,13 @@ def _format_result(row: OverviewRow, facts: list[str], say: PageWords) -> str:
 
 def _list_evidence(row: OverviewRow, say: PageWords) -> list[str]:
     """Return what the rate of a row rests on: its scope (the whole question or a window of it), the
-    number of runs that count, and whether quality was evaluated.
+    number of runs that count, and whether quality was evaluated, or that the case has no gate.
     """
     count = len(row.counted)
     runs = say("evidence.single") if count == 1 else say("evidence.repeats", format_count(count))
-    quality = say("evidence.evaluated" if row.is_evaluated else "evidence.unevaluated")
+    has_gate = format_unevaluated(row.first_record, say) != say("no_gate")
+    unevaluated = say("evidence.unevaluated" if has_gate else "no_gate")
+    quality = say("evidence.evaluated") if row.is_evaluated else unevaluated
     return [format_scope(row.first_record, say), runs, quality]
 
 

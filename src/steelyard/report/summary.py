@@ -16,7 +16,7 @@ from steelyard.metrics.estimates import (
     estimate_rate,
     list_device_names,
 )
-from steelyard.metrics.passes import find_headline_pass
+from steelyard.metrics.passes import find_headline_pass, select_windows
 from steelyard.metrics.rates import work_unit
 from steelyard.metrics.result import work_name
 from steelyard.metrics.shipped_cases import list_later_fields, list_modified_parts
@@ -51,6 +51,7 @@ from steelyard.report.numbered_runs import (
     format_reason_codes,
     format_scope,
     format_status,
+    format_unevaluated,
     group_by_case,
     select_averaged,
 )
@@ -431,8 +432,7 @@ def _summary_elements(
         for title, item in zip(titles, shared_columns, strict=True)
     ]
     records = [record for row in rows for record in row.records]
-    any_unevaluated = any(_format_quality(row, "any").endswith(UNEVALUATED_MARK) for row in rows)
-    notes = [say("terminal.unchecked")] if any_unevaluated else []
+    notes = _unevaluated_notes(rows, say)
     without_mfu = all(format_metric("mfu", row.get_mean("mfu")) == UNKNOWN for row in rows)
     notes += _missing_mfu_note(records, say) if without_mfu else []
     notes += list_unknown_time_notes(records, say)
@@ -454,6 +454,24 @@ def _summary_elements(
             rows=tuple(TableRow((Cell(name), *row.cells)) for name, row in named_rows),
         )
     return [*([Paragraph(" · ".join(shared_texts))] if shared_texts else []), summary_table]
+
+
+def _unevaluated_notes(rows: list[SummaryRow], say: PageWords) -> list[str]:
+    """Return what the mark at qualities that were not evaluated means, in a list; empty if no row
+    has it. If no case of these rows has a gate and their kinds of work check answers in passes of
+    their own, it is whether such a pass ran in every run, next to that there is no gate.
+    """
+    marked = [row for row in rows if _format_quality(row, "any").endswith(UNEVALUATED_MARK)]
+    if not marked:
+        return []
+    records = [record for row in marked for record in row.averaged]
+    if any(format_unevaluated(record, say) != say("no_gate") for record in records):
+        return [say("terminal.unchecked")]
+    are_compared = all(
+        any(select_windows(record, name) for name in record.task.kind_row.check_passes)
+        for record in records
+    )
+    return [say("terminal.compared" if are_compared else "terminal.not_compared")]
 
 
 def _missing_mfu_note(records: list[Record], say: PageWords) -> list[str]:

@@ -10,6 +10,7 @@ from steelyard import words
 from steelyard.metrics.ratio import MIN_RUNS
 from steelyard.metrics.verdict import AnswerDeviation, Contender, Verdict
 from steelyard.report.document import Lang, Page, Paragraph
+from steelyard.report.loads import format_load, has_load, make_loadless_key
 from steelyard.report.marks import mark_engine
 from steelyard.report.numbers import UNKNOWN, format_count, format_interval, format_number
 from steelyard.words import PageWords
@@ -27,8 +28,12 @@ def build_verdict_page(verdicts: Sequence[Verdict], lang: Lang = "en") -> Page:
 def format_verdict(verdict: Verdict, say: PageWords, with_case: bool = False) -> str:
     """Return a verdict as one sentence: answers that differ too much, if any; then the fastest, its
     ratio to the second and whether that is significant, or why there is no verdict; then those
-    without a proven rate. `with_case`: it begins with case, division and precision.
+    without a proven rate. `with_case`: it begins with case, division, precision and load, if any.
+
+    Of points that differ in their load alone it says that loads are never ranked.
     """
+    if verdict.code == "different" and _differ_in_load_alone(verdict):
+        return say("verdict.loads")
     sentence = _format_outcome(verdict, say)
     if verdict.deviations:
         differing = [_format_deviation(deviation, say) for deviation in verdict.deviations]
@@ -42,7 +47,19 @@ def format_verdict(verdict: Verdict, say: PageWords, with_case: bool = False) ->
     if not with_case:
         return say("verdict", sentence)
     case = verdict.first_record.case
-    return say("verdict.on", f"{case.name} · {case.division} · {case.precision}", sentence)
+    load = [format_load(verdict.first_record)] if has_load(verdict.first_record) else []
+    subject = " · ".join([case.name, case.division, case.precision, *load])
+    return say("verdict.on", subject, sentence)
+
+
+def _differ_in_load_alone(verdict: Verdict) -> bool:
+    """Return whether the contenders were asked questions that differ in their load, and in nothing
+    else.
+    """
+    records = [one.records[0] for one in (*verdict.ranked, *verdict.others)]
+    if len(set(map(make_loadless_key, records))) > 1:
+        return False
+    return len({record.question.load for record in records}) > 1
 
 
 def _format_outcome(verdict: Verdict, say: PageWords) -> str:

@@ -2,6 +2,15 @@
 
 TEXTS: dict[str, str] = {
     "exact_tokens": "exact",
+    "no_gate": "no gate",
+    "terminal.compared": "* compared with the reference engine; this case sets no gate",
+    "terminal.not_compared": (
+        "* not compared with the reference engine in every run; this case sets no gate"
+    ),
+    "window.requests": "{0} requests",
+    "verdict.loads": (
+        "No verdict: each load is a question of its own; report --format html draws the curve."
+    ),
     "column.load": "load",
     "column.load.short": "load",
     "column.ttft.short": "TTFT",
