@@ -10,6 +10,13 @@ from pathlib import Path
 
 from steelyard.case.case import Case
 
+# the settings for a server that stops at the end of a text, or takes no token ids
+ASK_NATURAL = "--set question.data.lengths=natural"
+SEND_TEXTS = (
+    '--set question.data.source=texts --data FILE.jsonl (lines of {"text": …}; the tokenizer is the'
+    " model folder's, or --tokenizer)"
+)
+
 
 @dataclass(frozen=True)
 class ServerStart:
@@ -66,12 +73,17 @@ class ServerRow:
 
     def refusal(self, case: Case) -> str | None:
         """Return why the server cannot run a case, as a line for the user; None if it can. A server
-        that stops at the end of a text runs natural lengths alone.
+        that stops at the end of a text runs natural lengths alone. If it takes no token ids, the
+        line for a case of ids at size full asks for texts as well.
         """
-        lengths = getattr(case.question.data, "lengths", None)
-        if lengths == "exact" and not self.ignores_end:
-            return (
-                f"engine {self.name} cannot ignore the end of a text, so that answers are shorter"
-                " than asked; allowed: --set question.data.lengths=natural"
-            )
-        return None
+        data = case.question.data
+        if getattr(data, "lengths", None) != "exact" or self.ignores_end:
+            return None
+        allowed = ASK_NATURAL
+        is_full_of_ids = case.size == "full" and getattr(data, "source", None) == "ids"
+        if is_full_of_ids and not self.takes_ids:
+            allowed += f" {SEND_TEXTS}"
+        return (
+            f"engine {self.name} cannot ignore the end of a text, so that answers are shorter"
+            f" than asked; allowed: {allowed}"
+        )
