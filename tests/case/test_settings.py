@@ -7,8 +7,8 @@ import pytest
 from pydantic import BaseModel
 
 from fixtures.cases import NAME, OWN_CASE, get_leaf, get_resolve_error, write_own_case
-from steelyard import tasks
-from steelyard.case import resolve
+from steelyard import files, tasks
+from steelyard.case import problems, resolve
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 UNKNOWN_TASK = (
@@ -114,6 +114,76 @@ def test_settings_of_the_wrong_type_are_refused(setting: str, line: str) -> None
         get_resolve_error(NAME, "full", setting)
         == f"case '{NAME}', command line: {line}; see docs/cases.md"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            ("load.max_concurrency=4",),
+            "--set load.max_concurrency: question.load: load.max_concurrency is for an open loop;"
+            " add load.rate=N, in requests per second",
+        ),
+        (
+            ("load.arrivals=constant",),
+            "--set load.arrivals: question.load: load.arrivals is for an open loop; add"
+            " load.rate=N, in requests per second",
+        ),
+        (
+            ("load.mode=rate",),
+            "--set load.mode: question.load: load.mode 'rate' is for an open loop; add"
+            " load.rate=N, in requests per second",
+        ),
+        (
+            ("load.rate=2", "load.arrivals=trace"),
+            "--set load.rate, --set load.arrivals: question.load: load.arrivals 'trace' are those"
+            " of the data; leave load.rate out, or name other arrivals",
+        ),
+        (
+            ("load.concurrency=4", "load.rate=2"),
+            "--set load.concurrency, --set load.rate: question.load: name one of"
+            " load.concurrency and load.rate",
+        ),
+        (
+            ("load.mode=offline", "load.concurrency=4"),
+            "--set load.mode, --set load.concurrency: question.load: load.concurrency has no"
+            " meaning with mode 'offline'; leave it out",
+        ),
+        (
+            ("question.data.prompt_tokens=200000",),
+            "--set question.data.prompt_tokens: question: prompt and output have up to 200008"
+            " tokens, more than the model's 512 positions",
+        ),
+        (
+            ("question.data.output_tokens=0",),
+            "--set question.data.output_tokens: question.data: output_tokens 0: allowed are a"
+            " number of tokens, or two bounds [least, most]",
+        ),
+        (
+            ("load.mode=offline", "load.concurrency=4", "load.rate=1", "load.arrivals=constant"),
+            "--set load.mode, --set load.concurrency, --set load.rate, 1 more: question.load: name"
+            " one of load.concurrency and load.rate",
+        ),
+    ],
+)
+def test_what_the_command_line_made_wrong_names_its_settings(
+    settings: tuple[str, ...], line: str
+) -> None:
+    """No line of the shipped file is named: it is right."""
+    case = "llama3-8b-generate"
+    said = get_resolve_error(case, "smoke", *settings)
+    assert said == f"case '{case}', {line}; see docs/cases.md"
+
+
+def test_a_case_made_in_memory_has_no_lines() -> None:
+    shipped = resolve.read_case("llama3-8b-generate")
+    text = shipped.text.replace("concurrency = ", "concurrency = -")
+    table = files.parse_toml(text)
+    for origins in ({}, {"question.model.layers": "config.json"}):
+        made = resolve.CaseSource("made", text, table, origins)
+        with pytest.raises(problems.CaseError) as refused:
+            resolve.resolve_case(made, "full", settings=["requests=7"])
+        assert ("line " in str(refused.value)) == (not origins)
 
 
 def test_deep_settings_are_refused() -> None:

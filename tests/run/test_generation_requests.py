@@ -205,7 +205,7 @@ def test_engines_that_lack_something_are_left_out_of_all() -> None:
         ),
         (
             ("load.rate=8", "load.concurrency=4"),
-            "load.rate has no meaning with mode 'concurrency'; leave it out",
+            "name one of load.concurrency and load.rate",
         ),
     ],
 )

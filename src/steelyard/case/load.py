@@ -71,6 +71,8 @@ class Load(FrozenModel):
         """Raise ValueError if a field of another mode is set, or the one that the mode needs is
         not.
         """
+        if self.concurrency is not None and self.rate is not None:
+            raise ValueError("name one of load.concurrency and load.rate")
         for name in ("concurrency", "rate", "arrivals", "max_concurrency"):
             if getattr(self, name) is not None and name not in MODE_FIELDS[self.mode]:
                 raise ValueError(
@@ -78,10 +80,16 @@ class Load(FrozenModel):
                 )
         if self.mode == "concurrency" and self.concurrency is None:
             raise ValueError("mode 'concurrency' needs load.concurrency, such as 16")
-        if self.mode == "rate" and (self.rate is None) != (self.arrivals == "trace"):
+        if self.mode == "rate" and self.rate is None and self.arrivals != "trace":
+            named = "mode 'rate'" if self.max_concurrency is None else "max_concurrency"
             raise ValueError(
-                "mode 'rate' needs load.rate in requests per second, or load.arrivals 'trace'"
-                " without a rate"
+                f"load.{named if self.arrivals == DEFAULT_ARRIVALS else 'arrivals'} is for an open"
+                " loop; add load.rate=N, in requests per second"
+            )
+        if self.mode == "rate" and self.rate is not None and self.arrivals == "trace":
+            raise ValueError(
+                "load.arrivals 'trace' are those of the data; leave load.rate out, or name other"
+                " arrivals"
             )
         return self
 

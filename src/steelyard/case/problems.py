@@ -18,6 +18,9 @@ from steelyard.case.toml_lines import KeyPath, find_line_numbers
 from steelyard.errors import RequestError, short_repr, suggest_name
 
 SEE_DOCS = "see docs/cases.md"
+MAX_SETTINGS = 3  # settings of the command line that one problem names at most
+# keys that options of their own set, not --set
+OPTION_KEYS = ("size", "question.division", "question.precision")
 MAX_SHOWN = 50  # problems shown at most: a file may come from a stranger
 
 # By pydantic's error type. Names in braces are keys of the error's context (`ctx`).
@@ -87,10 +90,10 @@ ALIASES = {
 @dataclass(frozen=True)
 class Problem:
     """A problem of a case as a sentence (`text`), with where it is (`where`: `line 12`, `command
-    line`, or empty if unknown). `str()` joins the two with a colon.
+    line`, `--set KEY`, or empty if unknown). `str()` joins the two with a colon.
     """
 
-    where: str  # `line 12`, `command line`, or empty if unknown
+    where: str  # `line 12`, `command line`, `--set KEY`, or empty if unknown
     text: str
 
     def __str__(self) -> str:
@@ -165,10 +168,11 @@ def collect_problems(
     """Return the problems of a case that did not validate as pairs of the line in the file and the
     problem; the line is 0 if it comes from the command line or is not known. They are not sorted.
 
-    `text` is the case file, `origins` says by dotted key where values came from, `size` is the size
-    that was validated (at smoke, keys are first looked up below `smoke`), and `case_keys` lists all
-    dotted keys of a case, for suggestions. A missing key is not reported if the same table has an
-    unknown key that is another program's name for it.
+    `text` is the case file (empty: there is none, or the command line alone is wrong; problems then
+    name the settings that made them), `origins` says by dotted key where values came from, `size`
+    is the size that was validated (at smoke, keys are first looked up below `smoke`), and
+    `case_keys` lists all dotted keys of a case, for suggestions. A missing key is not reported if
+    the same table has an unknown key that is another program's name for it.
     """
     line_numbers, key_list = find_line_numbers(text), list(case_keys)
     errors = _keep_closest_class([_convert_error(found_error) for found_error in error.errors()])
@@ -243,7 +247,7 @@ def _locate(
     key_path: KeyPath, line_numbers: dict[KeyPath, int], origins: Mapping[str, str], size: str
 ) -> tuple[int, str]:
     """Return the line of a problem, to sort by, and where it is in words: `line 12`, `command line`
-    with line 0, or an empty text with line 0.
+    or `--set KEY` with line 0, or an empty text with line 0.
 
     A key that is missing is located at the innermost table around it that is in the file; at size
     smoke, below `smoke` first. `line_numbers` are those of `find_line_numbers`, `origins` are by
@@ -258,7 +262,28 @@ def _locate(
         ):
             if candidate in line_numbers:
                 return line_numbers[candidate], f"line {line_numbers[candidate]}"
-    return 0, ""
+    return 0, _name_settings(key_path, origins)
+
+
+def _name_settings(key_path: KeyPath, origins: Mapping[str, str]) -> str:
+    """Return the settings of the command line below a key path that is not in a file, such as
+    `--set load.rate`, at most MAX_SETTINGS of them; `command line` for other options, and an empty
+    text if the command line set nothing there.
+    """
+    prefix = "".join(f"{part}." for part in key_path)
+    keys = [
+        key
+        for key, origin in origins.items()
+        if origin == "command line" and key.startswith(prefix)
+    ]
+    settings = [f"--set {_shorten_key(key)}" for key in keys if key not in OPTION_KEYS]
+    more = [f"{len(settings) - MAX_SETTINGS} more"] if len(settings) > MAX_SETTINGS else []
+    return ", ".join([*settings[:MAX_SETTINGS], *more]) or ("command line" if keys else "")
+
+
+def _shorten_key(key: str) -> str:
+    """Return the short name of a dotted key of the load, as --set takes it; others unchanged."""
+    return key.removeprefix("question.") if key.startswith("question.load.") else key
 
 
 def _describe_problem(error: ValidationDetail, case_keys: list[str]) -> str:
