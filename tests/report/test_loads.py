@@ -120,6 +120,17 @@ def test_the_mark_at_answers_that_no_reference_engine_checked() -> None:
         assert note in report.render_text(report.build_summary_page(records), None)
 
 
+def test_intervals_of_size_smoke_are_not_judged() -> None:
+    note = "Size smoke shows that a case runs; intervals are not judged."
+    full = made.make_generation_record()
+    smoke = full.model_copy(update={"case": full.case.model_copy(update={"size": "smoke"})})
+    assert note not in report.render_text(report.build_summary_page([full]), None)
+    assert note in report.render_text(report.build_summary_page([smoke]), None)
+    assert note not in report.render_text(report.build_summary_page([full, smoke]), None)
+    scored = make_record(case__size="smoke")
+    assert note not in report.render_text(report.build_summary_page([scored]), None)
+
+
 def test_a_window_of_generation_counts_requests() -> None:
     sampled = made.make_generation_record(scope={"kind": "window", "sample": 24, "requests": 24})
     assert format_scope(sampled, PageWords("en")) == "window: 24 requests"

@@ -40,7 +40,7 @@ from steelyard.report.document import (
     TableRow,
 )
 from steelyard.report.document import build_table as make_table
-from steelyard.report.loads import is_load_key
+from steelyard.report.loads import has_load, is_load_key
 from steelyard.report.marks import format_engine, list_vouching_notes, mark_task, name_devices
 from steelyard.report.numbered_runs import (
     STATUS_TONE,
@@ -419,8 +419,9 @@ def _summary_elements(
     Result columns are always in the table, but for optional ones without a value.
 
     `row_names` is the title and the cells of an extra first column, or None. Footnotes explain
-    qualities that were not evaluated, why no run has an MFU (if all have the same reason), FLOPs
-    that do not follow from a model's shape, and who vouches for parts that are not Steelyard's.
+    qualities that were not evaluated, what size smoke leaves open, why no run has an MFU (if all
+    have the same reason), FLOPs that do not follow from a model's shape, and who vouches for parts
+    that are not Steelyard's.
     """
     shared_columns = [
         item for item in question_columns if len({item.make_cell(row) for row in rows}) == 1
@@ -432,7 +433,7 @@ def _summary_elements(
         for title, item in zip(titles, shared_columns, strict=True)
     ]
     records = [record for row in rows for record in row.records]
-    notes = _unevaluated_notes(rows, say)
+    notes = [*_unevaluated_notes(rows, say), *_smoke_notes(rows, say)]
     without_mfu = all(format_metric("mfu", row.get_mean("mfu")) == UNKNOWN for row in rows)
     notes += _missing_mfu_note(records, say) if without_mfu else []
     notes += list_unknown_time_notes(records, say)
@@ -472,6 +473,17 @@ def _unevaluated_notes(rows: list[SummaryRow], say: PageWords) -> list[str]:
         for record in records
     )
     return [say("terminal.compared" if are_compared else "terminal.not_compared")]
+
+
+def _smoke_notes(rows: list[SummaryRow], say: PageWords) -> list[str]:
+    """Return, in a list, that the intervals of size smoke are not judged, if all rows generate
+    under a load in that size, and one has an interval; else empty.
+    """
+    are_smoke = all(
+        has_load(record) and record.case.size == "smoke" for row in rows for record in row.records
+    )
+    any_interval = any(_format_half_interval(row) != UNKNOWN for row in rows)
+    return [say("terminal.smoke")] if are_smoke and any_interval else []
 
 
 def _missing_mfu_note(records: list[Record], say: PageWords) -> list[str]:

@@ -5,6 +5,7 @@ TEXTS: dict[str, str] = {
     "no_gate": "未设门槛",
     "terminal.compared": "* 已与参考引擎比较；此用例未设门槛",
     "terminal.not_compared": "* 并非每次运行都与参考引擎比较过；此用例未设门槛",
+    "terminal.smoke": "smoke 规模只表明用例可以运行；区间不作判定。",
     "window.requests": "{0} 个请求",
     "verdict.loads": "没有结论：每种负载各为一个题目；report --format html 可绘制曲线。",
     "column.load": "负载",

@@ -7,6 +7,7 @@ TEXTS: dict[str, str] = {
     "terminal.not_compared": (
         "* not compared with the reference engine in every run; this case sets no gate"
     ),
+    "terminal.smoke": "Size smoke shows that a case runs; intervals are not judged.",
     "window.requests": "{0} requests",
     "verdict.loads": (
         "No verdict: each load is a question of its own; report --format html draws the curve."
