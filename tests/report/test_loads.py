@@ -145,13 +145,17 @@ def test_a_run_without_a_window_says_nothing_of_other_kinds_of_work() -> None:
     assert "C16" in text
 
 
-def test_a_table_of_two_kinds_of_work_keeps_the_columns_of_both() -> None:
-    page = report.build_summary_page([make_record(), made.make_generation_record()])
-    text = report.render_text(page, None)
-    [score, generation] = list_rows(page)
-    assert {"C16", "83.5/125/- ms", "1,710 output tokens/s"} <= set(generation)
-    assert {"62.1%", "45,903 tokens/s"} <= set(score)
-    assert "C16" not in text.splitlines()[0]
+def test_runs_under_a_load_have_a_table_of_their_own() -> None:
+    """Their columns, rates and latencies are not those of scoring and training."""
+    scored = make_record()
+    page = report.build_summary_page([scored, made.make_generation_record(), scored])
+    tables = [one for one in walk_elements(page.elements) if isinstance(one, Table)]
+    cells = [{cell.text for row in table.rows for cell in row.cells} for table in tables]
+    assert [len(table.rows) for table in tables] == [2, 1]
+    assert {"62.1%", "45,903"} <= cells[0]
+    assert {"83.5/125/- ms", "1,710"} <= cells[1]
+    texts = [one.text for one in page.elements if isinstance(one, Paragraph)]
+    assert ["C16" in text for text in texts] == [False, True]
 
 
 def test_loads_are_rows_of_one_case() -> None:

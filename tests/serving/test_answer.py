@@ -98,11 +98,11 @@ def test_tokens_are_counted_as_the_server_tells_them(
 @pytest.mark.parametrize(
     ("objects", "usage", "most"),
     [
-        ([text("x"), text("y")], 256, 2 + 8),
-        ([text("x" * 500)], 1000, 500 + 50),
-        ([text("é" * 10, finish="length")], 100, 20 + 8),  # a token may be a byte
-        ([delta(reasoning_content="why"), delta(content="a")], 100, 4 + 8),
-        ([delta(tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])], 100, 3 + 8),
+        ([text("x"), text("y")], 256, 2 + 32),
+        ([text("x" * 500)], 2000, 500 + 500),
+        ([text("é" * 10, finish="length")], 100, 20 + 32),  # a token may be a byte
+        ([delta(reasoning_content="why"), delta(content="a")], 100, 4 + 32),
+        ([delta(tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])], 100, 3 + 32),
     ],
 )
 def test_a_usage_beyond_the_bytes_of_the_text_is_not_believed(

@@ -124,7 +124,7 @@ def test_a_chinese_page_has_no_english_sentence(name: str, format: str) -> None:
 def test_an_english_sentence_is_found() -> None:
     text = "检查：train: every rank took all steps，micro_batch=4 与 NVIDIA H200"
     assert find_english_phrases(text, "") == ["train: every rank took all steps"]
-    assert len(CASES) == 7 + 3  # seven shipped cases with records and three of SmolLM2
+    assert len(CASES) == 8 + 3  # eight shipped cases and three of SmolLM2
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.name)

@@ -23,7 +23,7 @@ from steelyard.metrics.request_window import (
 )
 from steelyard.metrics.result import Finding, make_check, make_failed_check, make_note
 from steelyard.record.record import Record, Value
-from steelyard.record.request_samples import Floats, RequestSamples, RequestTable
+from steelyard.record.request_samples import Floats, Ints, RequestSamples, RequestTable
 from steelyard.words import Message, MessageValues
 
 MIN_SALT_DIGITS = 16  # hex digits: 64 bits
@@ -132,7 +132,9 @@ def unbound_client(record: Record, metrics: dict[str, Value]) -> Iterator[Findin
     if samples.client is None:
         yield make_note(Message("note.no_client_facts"))
         return
-    limits = list(_list_client_limits(samples, table))
+    found_window = find_record_window(record)
+    chosen = np.arange(len(table)) if found_window is None else found_window[1].indices
+    limits = list(_list_client_limits(samples, table, chosen))
     over = [message for is_over, message in limits if is_over]
     if record.case.size == "smoke":
         yield from (make_note(Message("note.client_slow", {"what": over[0]})) for _ in over[:1])
@@ -142,15 +144,16 @@ def unbound_client(record: Record, metrics: dict[str, Value]) -> Iterator[Findin
 
 
 def _list_client_limits(
-    samples: RequestSamples, table: RequestTable
+    samples: RequestSamples, table: RequestTable, chosen: Ints
 ) -> Iterator[tuple[bool, Message]]:
     """Yield (whether it is exceeded, what was measured) for each limit on the client: sends later
-    than they were due, on the mean, a wait for `max_concurrency` not counted; the loop's lag; the
-    error of its stamps on the mock server; and its CPU time.
+    than they were due, on the mean of the requests with the indices `chosen` (those of the window,
+    since the first ones wait for their connections), a wait for `max_concurrency` not counted; the
+    loop's lag; the error of its stamps on the mock server; and its CPU time.
     """
     ok, client = table.is_ok, samples.client
     ttft_s = float((table.first_s - table.scheduled_s)[ok].mean())
-    late_s = float((table.sent_s - table.due_s).mean())
+    late_s = float((table.sent_s - table.due_s)[chosen].mean())
     most_s = max(MAX_SEND_DELAY_S, MAX_SEND_SHARE * ttft_s)
     yield late_s > most_s, Message("client.late", {"late": 1e3 * late_s, "most": 1e3 * most_s})
     if client is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from steelyard import words
 from steelyard.case.resolve import list_changed_keys
-from steelyard.metrics import shipped_cases, standing
+from steelyard.metrics import shipped_cases, standing, stats
 from steelyard.metrics.estimates import (
     Estimate,
     choose_quality_metric,
@@ -104,9 +104,30 @@ def build_summary_page(
     """Build the table that the command line prints after runs, one row per record, without title
     and footer. After a sweep `points` names each record's point, the first cell of its row.
 
-    What all records have in common stands in a paragraph above it.
+    What all records have in common stands in a paragraph above it. Runs under a load have other
+    columns than the rest: of a mixture there are two tables.
     """
     say = PageWords(lang)
+    names = points or [""] * len(records)
+    groups = stats.group_by(
+        zip(records, names, strict=True), lambda item: item[0].task.kind_row.has_load
+    )
+    elements = [
+        element
+        for items in groups.values()
+        for element in _build_runs_table(
+            [record for record, _ in items], [name for _, name in items] if points else None, say
+        )
+    ]
+    return Page("", lang, tuple(elements))
+
+
+def _build_runs_table(
+    records: list[Record], points: list[str] | None, say: PageWords
+) -> list[PageElement]:
+    """Return the table of runs, one row per record, below what they have in common; `points` are
+    the first cells of the rows, None without a sweep.
+    """
     several_divisions = _has_several_divisions(records)
     case = _make_question_column(
         say("case"),
@@ -118,19 +139,12 @@ def build_summary_page(
         *(_status_column(say), *_result_columns(records, say)),
         *_time_columns(records, say),
     ]
-    row_names = (say("point"), points) if points else None
-    return Page(
-        "",
-        lang,
-        tuple(
-            _summary_elements(
-                [SummaryRow((record,)) for record in records],
-                [case, *_question_columns(records, say)],
-                result_columns,
-                row_names,
-                say,
-            )
-        ),
+    return _summary_elements(
+        [SummaryRow((record,)) for record in records],
+        [case, *_question_columns(records, say)],
+        result_columns,
+        (say("point"), points) if points else None,
+        say,
     )
 
 

@@ -27,9 +27,9 @@ TOKEN_BYTES, PROMPT_TOKEN_BYTES, BASE_BYTES = 16 << 10, 16, 1 << 20
 SPARE_TOKENS = 64  # beyond twice the tokens asked for
 MAX_TOKENS = 1 << 31
 OTHER_CHANNELS = ("reasoning_content", "reasoning", "refusal")
-# A token has a byte of text at least; of special tokens, which have none, an answer has so many, or
-# so many in a hundred bytes.
-TEXTLESS_TOKENS, TEXTLESS_PERCENT = 8, 10
+# A token has a byte of text at least; of tokens without text (special ones, and with random weights
+# pieces of characters) an answer has at most so many, or so many in a hundred bytes.
+TEXTLESS_TOKENS, TEXTLESS_PERCENT = 32, 100
 
 
 @dataclass(frozen=True)
