@@ -150,7 +150,8 @@ class RequestLoop:
             self._arrivals.extend([0.0] * planned)
             self._free_slots.extend([0.0] * planned)
         else:
-            self._free_slots.extend([0.0] * min(load.concurrency or 1, planned))
+            slots = load.concurrency or 1
+            self._free_slots.extend([0.0] * (slots if self._is_timed else min(slots, planned)))
         lengths = map(self._requests.find_lengths, range(planned))
         if planned > MAX_REQUESTS or sum(output for _, output in lengths) > MAX_OUTPUT_TOKENS:
             raise RequestError(
