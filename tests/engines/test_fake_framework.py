@@ -97,5 +97,7 @@ def test_list_shows_the_third_party_engine(shell: Shell) -> None:
         "degrees": ["DP"],
         "missing": None,
         "checkout": None,
+        "endpoint": False,
+        "untried": None,
         "package": "fake-framework 1.0",
     }
