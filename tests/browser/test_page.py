@@ -33,8 +33,8 @@ def test_the_comparison_is_at_the_top(look: Look, pages: Pages) -> None:
     order = ["h1", "h1 + p", "dl", "p.lead", "nav", ".bars", ".table"]
     tops = [view.js(TOP_OF, selector) for selector in order]
     assert tops == sorted(tops)
-    # below a lead that names scope and repeats of ten results
-    assert tops[-1] <= 1600
+    # below a lead that names scope and repeats of eleven results, and three loads without one
+    assert tops[-1] <= 1800
     assert view.js("document.querySelector('dt').textContent") == "NVIDIA H200 × 1"
     assert tops[2] <= 200
     cases, runs = len(group_by_case(built.records)), len(built.records)
