@@ -205,20 +205,10 @@ class LossReader:
         """
         targets, in_last_word, sizes, word_indices = request.reader_inputs
         reduce_shard = self._get_fast_reduce(hidden.device) if compiled else reduce_logits
-        parts = []
-        chunks = -(-len(targets) // CHUNK_TOKENS)
-        for rows, chunk_targets in zip(
-            hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True
-        ):
-            logits = compute_logits(rows)
-            first_token = self.shard.index * logits.shape[-1]
-            real_columns = max(0, min(logits.shape[-1], self.vocab - first_token))
-            parts.append(
-                reduce_shard(logits[:, :real_columns], chunk_targets - first_token)
-                if real_columns
-                else _make_empty_part(chunk_targets)
-            )
-        nll, hit, best = _merge_shards(self.gather(torch.cat(parts, dim=1)), targets)
+        parts = _reduce_in_chunks(
+            compute_logits, hidden, targets, self.vocab, self.shard, reduce_shard
+        )
+        nll, hit, best = _merge_shards(self.gather(parts), targets)
         columns = (
             nll,
             torch.where(in_last_word > 0, nll, 0.0),
@@ -263,6 +253,34 @@ class LossReader:
                 for i, best in zip(items, rows[:, 3:].long().tolist(), strict=True)
             ]
         return out
+
+
+def _reduce_in_chunks(
+    compute_logits: ComputeLogits,
+    hidden: Tensor,
+    targets: Tensor,
+    vocab: int,
+    shard: Shard,
+    reduce_shard: Callable[..., Tensor],
+) -> Tensor:
+    """Return the four numbers a token (`reduce_logits`) of this rank's part of the vocabulary, fp32
+    [4, tokens]. Logits are computed for at most `CHUNK_TOKENS` tokens at a time, and padding of the
+    vocabulary is left out.
+    """
+    parts = []
+    chunks = -(-len(targets) // CHUNK_TOKENS)
+    for rows, chunk_targets in zip(
+        hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True
+    ):
+        logits = compute_logits(rows)
+        first_token = shard.index * logits.shape[-1]
+        real_columns = max(0, min(logits.shape[-1], vocab - first_token))
+        parts.append(
+            reduce_shard(logits[:, :real_columns], chunk_targets - first_token)
+            if real_columns
+            else _make_empty_part(chunk_targets)
+        )
+    return torch.cat(parts, dim=1)
 
 
 def _make_empty_part(targets: Tensor) -> Tensor:
@@ -328,20 +346,10 @@ class DistanceReader:
         that hold one model call it together; `compiled` has no effect.
         """
         targets, sizes = request.reader_inputs
-        parts = []
-        chunks = -(-len(targets) // CHUNK_TOKENS)
-        for rows, chunk_targets in zip(
-            hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True
-        ):
-            logits = compute_logits(rows)
-            first_token = self.shard.index * logits.shape[-1]
-            real_columns = max(0, min(logits.shape[-1], self.vocab - first_token))
-            parts.append(
-                reduce_logits(logits[:, :real_columns], chunk_targets - first_token)
-                if real_columns
-                else _make_empty_part(chunk_targets)
-            )
-        _, target, top, _ = self.gather(torch.cat(parts, dim=1)).double().unbind(1)
+        parts = _reduce_in_chunks(
+            compute_logits, hidden, targets, self.vocab, self.shard, reduce_logits
+        )
+        _, target, top, _ = self.gather(parts).double().unbind(1)
         distance = top.max(0).values - target.max(0).values
         columns = (torch.ones_like(distance), (distance == 0).double(), distance)
         per_item = [
