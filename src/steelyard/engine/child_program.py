@@ -1,4 +1,4 @@
-"""What engines share that start a program as a child process: its end, with all that it started."""
+"""End a program that an engine started as a child process, with all that it started itself."""
 
 import ctypes
 import signal

@@ -1,4 +1,4 @@
-"""What frameworks share whose process drives no device: another program does, or a server."""
+"""The base of frameworks whose own process drives no device: another program does, or a server."""
 
 import os
 from collections.abc import Callable
