@@ -148,6 +148,7 @@ def test_texts_are_one_short_line_without_a_key() -> None:
         assert client.hide_key("x" * 400) == "x" * 300
     with open_client(Script(), key="x") as client:
         assert client.hide_key("a x") == "a ***"
+        assert client.hide_key("\ud800 \U0001f600x") == "? \U0001f600***"
 
 
 @pytest.mark.parametrize("fault", ["status", "garbage", "not json", "error"])

@@ -35,6 +35,7 @@ from steelyard.engines.http.server_process import ServerError, ServerProcess
 from steelyard.engines.http.servers import KNOWN_METRICS, TRANSFORMERS_SERVE, VLLM
 from steelyard.engines.http.warm_up import choose_format, send_requests
 from steelyard.errors import RequestError
+from steelyard.run.worker_files import check_json_value
 
 CASE = "llama3-8b-generate"
 # From https://docs.vllm.ai/en/stable/design/metrics/ and /usage/metrics/: vLLM's names, with the
@@ -246,6 +247,28 @@ def test_what_a_server_says_of_itself_is_kept_without_the_key(
     with pytest.raises(RequestError) as caught:
         connect_server(SimpleNamespace(settings=wanted, engine="http"))
     assert str(caught.value) == "engine.model: the server has no 'other'; it has: m ***, ***"
+
+
+def test_half_a_surrogate_pair_of_a_server_does_not_lose_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A record is UTF-8, which has no place for it; the model is asked for by its own name."""
+    lone = "v\\ud800"
+    pages = {
+        "models": f'{{"data": [{{"id": "{lone}", "owned_by": "{lone}"}}]}}',
+        "version": f'{{"version": "{lone}"}}',
+    }
+
+    def get(client: HttpClient, address: str, timeout_s: float = 10.0) -> tuple[int, bytes]:
+        return 200, pages[address.rpartition("/")[2]].encode()
+
+    monkeypatch.setattr(HttpClient, "get", get)
+    settings = EngineSettings(endpoint="http://127.0.0.1:1/v1")
+    server = connect_server(SimpleNamespace(settings=settings, engine="http"))
+    server.close()
+    check_json_value("details", server.details)
+    assert [server.details[name] for name in ("model", "server", "version")] == ["v?"] * 3
+    assert server.model == "v\ud800"
 
 
 @pytest.mark.parametrize(

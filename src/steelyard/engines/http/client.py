@@ -177,10 +177,12 @@ class HttpClient:
             return None
 
     def hide_key(self, text: str) -> str:
-        """Return a text of a server without the key in it, in one line and then shortened. Every
-        text goes through here before it is kept.
+        """Return a text of a server without the key in it, in one line and then shortened. Half a
+        surrogate pair, which a record cannot hold, becomes a question mark. Every text goes through
+        here before it is kept.
         """
         shown = mask_key(text, self._key) if self._key else text
+        shown = shown.encode("utf-8", "replace").decode()
         return " ".join(shown.split())[:MAX_SHOWN_CHARS]
 
     async def carry_out(

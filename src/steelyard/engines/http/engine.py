@@ -117,7 +117,8 @@ class HttpGenerate:
             self._pass_details = merge_counters(port.sums.cached_tokens, watch.end())
             if server.process is not None and server.process.exit_code is not None:
                 self._pass_details["server_exit_code"] = server.process.exit_code
-                self._pass_details["server_said"] = server.process.read_last_error()
+                said = server.client.hide_key(server.process.read_last_error())
+                self._pass_details["server_said"] = said
 
     def close(self) -> None:
         """Close the connections, and end the server if it was started here; harmless if it was
