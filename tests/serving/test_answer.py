@@ -209,6 +209,27 @@ def test_more_tokens_than_any_right_answer_are_a_flood() -> None:
         read(text("a", token_ids=[*range(71)]))
 
 
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        lambda words: text(words),
+        lambda words: text(words, token_ids=[5]),
+        lambda words: delta(content=words),
+        lambda words: delta(reasoning_content=words),
+        lambda words: delta(tool_calls=[{"function": {"arguments": words}}]),
+    ],
+)
+def test_more_text_than_any_right_answer_has_is_a_flood(chunk: Any) -> None:
+    """For three tokens 70 are allowed, of 64 bytes each, and 4 KiB beside them."""
+    most = 70 * 64 + 4096
+    assert read(*[chunk("é" * (most // 4))] * 2, DONE)[1].outcome == "ok"
+    with pytest.raises(StreamError, match="more than 8,576 bytes of text") as caught:
+        read(chunk("é" * (most // 2)), chunk("x"))
+    assert caught.value.outcome == "flooded"
+    with pytest.raises(StreamError, match="bytes of text"):
+        read(*[chunk("x" * 1_000_000)] * 5)
+
+
 @pytest.mark.parametrize("number", [True, -1, 1.5, "3", 1 << 40, None])
 def test_odd_numbers_of_usage_are_ignored(number: Any) -> None:
     usage = {"completion_tokens": number, "prompt_tokens": number}

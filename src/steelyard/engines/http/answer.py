@@ -25,6 +25,8 @@ DONE = b"[DONE]"
 # a server may send back, up to 8 each.
 TOKEN_BYTES, PROMPT_TOKEN_BYTES, BASE_BYTES = 16 << 10, 16, 1 << 20
 SPARE_TOKENS = 64  # beyond twice the tokens asked for
+# Most bytes of its text, which is kept until the end of the run: few tokens have more than 16.
+TOKEN_TEXT_BYTES, BASE_TEXT_BYTES = 64, 4 << 10
 MAX_TOKENS = 1 << 31
 OTHER_CHANNELS = ("reasoning_content", "reasoning", "refusal")
 # A token has a byte of text at least; of tokens without text (special ones, and with random weights
@@ -62,6 +64,7 @@ class Answer:
         stream_bytes = 2 * line_bytes + TOKEN_BYTES * asked_tokens
         self._stream = EventStream(StreamLimits(line_bytes, stream_bytes))
         self._max_tokens = 2 * asked_tokens + SPARE_TOKENS
+        self._max_text_bytes = TOKEN_TEXT_BYTES * self._max_tokens + BASE_TEXT_BYTES
         self._word_width = word_width
         self.is_done = False
         self.cached_tokens: int | None = None
@@ -149,11 +152,14 @@ class Answer:
 
     def _count_tokens(self, choice: dict[str, Any], usage: int | None) -> AnswerChunk:
         """Return the tokens of a choice: as many as it has ids; else, if it has text, as many as
-        `usage` grew by where each chunk has one, and one where not.
+        `usage` grew by where each chunk has one, and one where not. Raises StreamError if the text
+        of all channels is longer than any right one.
         """
         text, other = _read_text(choice)
         self._has_other_channel = self._has_other_channel or bool(other)
         self._text_bytes += len((text + other).encode("utf-8", "replace"))
+        if self._text_bytes > self._max_text_bytes:
+            raise StreamError("flooded", f"more than {self._max_text_bytes:,} bytes of text")
         ids = choice.get("token_ids")
         if isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids):
             self._has_ids = self._has_ids or bool(ids)
