@@ -39,8 +39,8 @@ def test_every_token_of_many_streams_arrives_once(
     assert {(end.outcome, end.counted_by) for end in sink.ends.values()} == {("ok", counted_by)}
 
 
-def test_a_request_is_marked_once_when_its_body_is_written() -> None:
-    """Not when it is submitted, and never if there is nobody to send it to."""
+def test_a_request_is_marked_once_when_it_begins_to_be_sent() -> None:
+    """Not when it is submitted, and also if there is nobody to send it to."""
     with open_client(Script()) as client:
         sink = RecordingSink()
         port = client.make_port(sink, client.loop.time, IDS)
@@ -55,7 +55,27 @@ def test_a_request_is_marked_once_when_its_body_is_written() -> None:
     with open_client(Script(fault="hang"), timeout_s=0.2) as client:
         assert send(client, [make_request(0)]).sent == [0]
     with open_client(Script(), port=1) as client:
-        assert send(client, [make_request(0)]).sent == []
+        assert send(client, [make_request(0)]).sent == [0]
+
+
+def test_the_time_to_connect_is_not_the_client_s_lateness() -> None:
+    """A request is sent from the moment its connection is opened, or the open one is used again."""
+    with open_client(Script()) as client:
+        sink = RecordingSink()
+        port = client.make_port(sink, client.loop.time, IDS)
+        connect, sent = client.loop.sock_connect, []
+
+        async def note_and_connect(*arguments):
+            sent.append([*sink.sent])
+            return await connect(*arguments)
+
+        client.loop.sock_connect = note_and_connect
+        for number in range(2):
+            port.submit(make_request(number))
+            while number not in sink.ends:
+                port.wait(None)
+        port.close()
+    assert (sent, sink.sent) == ([[0]], [0, 1])
 
 
 def test_connections_are_shared() -> None:

@@ -25,6 +25,7 @@ from steelyard.engines.http.event_stream import StreamError
 from steelyard.engines.http.key_mask import mask_key
 from steelyard.engines.http.logprobs import DistanceSum
 from steelyard.engines.http.precise_loop import make_loop
+from steelyard.engines.http.send_mark import SendMark, trace_sending
 from steelyard.engines.http.word_vocabulary import format_words
 
 READ_BYTES = 1 << 20  # of the buffer of a connection: a smaller one slows long prompts down
@@ -118,8 +119,6 @@ class HttpClient:
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=min(CONNECT_S, self.timeout_s), sock_read=self.timeout_s
         )
-        tracing = aiohttp.TraceConfig()
-        tracing.on_request_chunk_sent.append(_mark_sent)  # just before it is written
         headers = HEADERS | ({} if self._key is None else {"Authorization": f"Bearer {self._key}"})
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
@@ -135,7 +134,7 @@ class HttpClient:
             auto_decompress=False,
             trust_env=False,
             cookie_jar=aiohttp.DummyCookieJar(),
-            trace_configs=[tracing],
+            trace_configs=[trace_sending()],
         )
 
     @property
@@ -224,7 +223,7 @@ class HttpClient:
             address,
             data=body,
             allow_redirects=False,
-            trace_request_ctx=partial(port.sink.mark_sent, request.number),
+            trace_request_ctx=SendMark(partial(port.sink.mark_sent, request.number)),
         ) as response:
             if response.status != 200:
                 text = (await _read_body(response, MAX_ERROR_BYTES)).decode("utf-8", "replace")
@@ -338,12 +337,6 @@ def explain_failure(error: Exception) -> tuple[Outcome, str]:
 def _make_failure(answer: Answer, outcome: Outcome, text: str) -> RequestEnd:
     """Return the end of a request that failed in the midst of an answer."""
     return replace(answer.end(), outcome=outcome, error=text)
-
-
-async def _mark_sent(session: aiohttp.ClientSession, context: Any, sent: Any) -> None:
-    """Report that the body of a request is written, if it is one of a port."""
-    if context.trace_request_ctx is not None:
-        context.trace_request_ctx()
 
 
 async def _read_body(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
