@@ -98,6 +98,13 @@ def test_connections_are_shared() -> None:
         (Script(fault="silence"), "timeout", "no chunk for longer than engine.timeout_s", 1),
         (Script(fault="hang"), "timeout", "no chunk for longer than engine.timeout_s", 0),
         (Script(fault="slow", slow_s=30.0), "timeout", "no chunk for longer", 0),
+        (Script(fault="interim"), "timeout", "no chunk for longer", 0),
+        (
+            Script(fault="drip", status=503),
+            "timeout",
+            "status 503, and its text did not end within engine.timeout_s",
+            0,
+        ),
         (Script(fault="flood", flood_bytes=1 << 24), "flooded", "an event of more than 1,0", 0),
         (Script(fault="lines", flood_bytes=1 << 24), "flooded", "more than 74 tokens", 74),
     ],

@@ -104,6 +104,7 @@ class HttpClient:
     def __init__(self, endpoint: str, key: str | None, timeout_s: float) -> None:
         self.endpoint = endpoint.rstrip("/")
         self._key, self.timeout_s = key, timeout_s
+        self._connect_s = min(CONNECT_S, timeout_s)
         self.loop = make_loop()
         self._session: aiohttp.ClientSession | None = None
 
@@ -117,7 +118,7 @@ class HttpClient:
     async def _make_session(self) -> aiohttp.ClientSession:
         """Return a session with shared connections without limit of their number."""
         timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=min(CONNECT_S, self.timeout_s), sock_read=self.timeout_s
+            total=None, sock_connect=self._connect_s, sock_read=self.timeout_s
         )
         headers = HEADERS | ({} if self._key is None else {"Authorization": f"Bearer {self._key}"})
         return aiohttp.ClientSession(
@@ -218,16 +219,17 @@ class HttpClient:
         raises.
         """
         path, body = port.request_format.path, port.request_format.make_body(request)
-        address = f"{self.endpoint}{path}"
-        async with self.session.post(
-            address,
-            data=body,
-            allow_redirects=False,
-            trace_request_ctx=SendMark(partial(port.sink.mark_sent, request.number)),
-        ) as response:
+        # of headers as a whole: `sock_read` limits the silence between any two pieces of them
+        async with asyncio.timeout(self._connect_s + self.timeout_s):
+            response = await self.session.post(
+                f"{self.endpoint}{path}",
+                data=body,
+                allow_redirects=False,
+                trace_request_ctx=SendMark(partial(port.sink.mark_sent, request.number)),
+            )
+        async with response:
             if response.status != 200:
-                text = (await _read_body(response, MAX_ERROR_BYTES)).decode("utf-8", "replace")
-                return RequestEnd("refused", f"status {response.status}: {text}")
+                return await self._read_refusal(response)
             heard_s = self.loop.time()
             async for received in response.content.iter_any():
                 chunks = answer.feed(received)
@@ -244,6 +246,18 @@ class HttpClient:
             for chunk in answer.finish():
                 port.sink.add_chunk(request.number, chunk.tokens, chunk.ids)
         return answer.end()
+
+    async def _read_refusal(self, response: aiohttp.ClientResponse) -> RequestEnd:
+        """Return the end of a request that the server refuses with a status, and what it says of
+        it. Raises StreamError if that does not end in time, and what aiohttp raises.
+        """
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                text = (await _read_body(response, MAX_ERROR_BYTES)).decode("utf-8", "replace")
+        except TimeoutError as error:
+            said = f"status {response.status}, and its text did not end within engine.timeout_s"
+            raise StreamError("timeout", said) from error
+        return RequestEnd("refused", f"status {response.status}: {text}")
 
 
 class HttpPort:

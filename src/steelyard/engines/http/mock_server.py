@@ -20,6 +20,7 @@ from steelyard.engines.http.precise_loop import make_loop
 LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 64 << 20
 FLOOD_BYTES = 64 << 10  # of one write
+DRIP_S = 0.02  # between the pieces of what does not end
 FIRST_ID = 10
 WORDS = 100  # that texts are made of
 
@@ -37,8 +38,9 @@ class Script:
     `fault`, after `fault_after` requests: "status" (answer with `status`), "die", "hang" (no answer
     at all), "slow" (headers after `slow_s`), "cut" (in the midst of the stream), "garbage",
     "silence" (after one token), "flood" (`flood_bytes` in one line, or in "lines"), "empty" (a role
-    and no token), "error" (an error object in the stream). `rejects`: names of fields, with commas
-    between, or "ids", that are answered with status 422; `key`: what the client must know.
+    and no token), "error" (an error object in the stream), "interim" (headers that are never the
+    last), "drip" (answer with `status`, whose text does not end). `rejects`: names of fields, with
+    commas between, or "ids", that are answered with status 422; `key`: what the client must know.
     """
 
     port: int = 0
@@ -160,6 +162,23 @@ class MockServer:
         """Answer after the script's delay."""
         await asyncio.sleep(self.script.slow_s)
         return await self._stream(received, writer, False)
+
+    async def _act_interim(self, received: _Received, writer: asyncio.StreamWriter) -> bool:
+        """Write headers that announce others, again and again."""
+        return await self._drip(writer, b"HTTP/1.1 102 Processing\r\n\r\n")
+
+    async def _act_drip(self, received: _Received, writer: asyncio.StreamWriter) -> bool:
+        """Answer with the script's status and a text that does not end."""
+        status = self.script.status
+        writer.write(b"HTTP/1.1 %d Scripted\r\nContent-Length: 1000000\r\n\r\n" % status)
+        return await self._drip(writer, b".")
+
+    async def _drip(self, writer: asyncio.StreamWriter, piece: bytes) -> bool:
+        """Write a piece every `DRIP_S` seconds, until the client has gone."""
+        while True:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(DRIP_S)
 
     async def _act_flood(self, received: _Received, writer: asyncio.StreamWriter) -> bool:
         """Write the script's bytes as one line that does not end."""
