@@ -2,6 +2,7 @@
 every way of running requests.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,7 +15,9 @@ from steelyard.accelerators.cpu_torch import CpuTorchDevice
 from steelyard.case.request import EngineSettings
 from steelyard.case.resolve import resolve_case
 from steelyard.engine import engine_rows
+from steelyard.engine.generation import RequestEnd
 from steelyard.engine.job import Job
+from steelyard.engines.transformers import generate
 from steelyard.errors import RequestError
 from steelyard.plan import degrees
 from steelyard.run.clock import now
@@ -138,3 +141,68 @@ def test_requests_fail_when_the_thread_of_the_library_ends(engines: list[Any]) -
 def test_other_kernels_of_attention_are_refused() -> None:
     with pytest.raises(RequestError, match="generates with sdpa alone"):
         engine_rows.load_engine("transformers", "generate")(make_job("tune.attention=flash"))
+
+
+class QueuedBackend:
+    """Has arrivals ready, and notes how long it was waited for."""
+
+    def __init__(self, *arrivals: Any) -> None:
+        self.arrivals, self.timeouts_s = list(arrivals), list[float | None]()
+
+    def take(self, timeout_s: float | None) -> Any:
+        self.timeouts_s.append(timeout_s)
+        return self.arrivals.pop(0) if self.arrivals else None
+
+
+class NotingSink:
+    """Notes the chunks and ends that are reported."""
+
+    def __init__(self) -> None:
+        self.chunks, self.ends = list[tuple[int, int]](), list[int]()
+
+    def add_chunk(self, number: int, tokens: int, ids: Any = ()) -> None:
+        self.chunks.append((number, tokens))
+
+    def end_request(self, number: int, end: Any) -> None:
+        self.ends.append(number)
+
+
+def test_a_wait_whose_time_has_passed_reports_what_is_there_up_to_an_end() -> None:
+    def arrive(number: int, end: RequestEnd | None = None) -> generate._Arrival:
+        return generate._Arrival(number, [7], end)
+
+    backend, sink = QueuedBackend(arrive(0), arrive(1), arrive(2, RequestEnd())), NotingSink()
+    backend.arrivals.append(arrive(3))
+    port = generate.QueuePort(backend, sink, lambda: 5.0)  # type: ignore[arg-type]
+    port.wait(4.0)
+    assert sink.chunks == [(0, 1), (1, 1), (2, 1)]
+    assert sink.ends == [2]
+    port.wait(4.0)
+    assert sink.chunks[3:] == [(3, 1)]
+    assert set(backend.timeouts_s) == {0.0}
+
+
+def test_requests_one_by_one_fail_when_their_thread_dies(
+    engines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that is no error of one request ends the thread, and with it all open requests."""
+    job = make_job("load.concurrency=1")
+    engine = engine_rows.load_engine("transformers", "generate")(job)
+    engines.append(engine)
+    engine.prepare("generate", lambda name: nullcontext())
+    died = list[Any]()
+    monkeypatch.setattr(threading, "excepthook", died.append)
+
+    def break_down(request: Any) -> None:
+        raise AssertionError("a defect of the library")
+
+    monkeypatch.setattr(engine._backend, "_generate", break_down)
+    load = job.case.question.load
+    assert load is not None
+    loop = RequestLoop(job.inputs, load, job.device)
+    loop.plan()
+    with engine.open_port("generate", loop, now) as port:
+        trace = loop.make_trace(loop.run(port), "generate")
+    assert [state.end.outcome for state in trace.states] == ["failed"] * REQUESTS
+    assert trace.states[0].end.error == generate.THREAD_ENDED
+    assert str(died[0].exc_value) == "a defect of the library"

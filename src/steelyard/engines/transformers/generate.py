@@ -2,13 +2,14 @@
 `generate` with a static cache for one request at a time.
 
 Both run in a thread of their own, and tokens reach this port through a queue, where the loop stamps
-them. The library does not tell its steps apart, so none are reported. Division closed turns the
-sharing of prefixes off.
+them. The library does not tell its steps apart, so none are reported. The sharing of prefixes is
+turned off.
 """
 
 import gc
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from steelyard.engines.transformers.score import TransformersScorer
 from steelyard.errors import RequestError
 from steelyard.models.tensors import format_dtypes
 
+THREAD_ENDED = "the library's thread ended"  # its error is in the worker's stderr
 NO_END = -1  # the id of an end-of-text token that no token has
 BLOCK_TOKENS = 256  # of the library's cache
 STOP_S = 60.0  # for the library's thread to end
@@ -133,14 +135,14 @@ class TransformersGenerate:
 
     def _make_batching_config(self) -> ContinuousBatchingConfig:
         """Return the library's settings of continuous batching: the tune's tokens of a step, no
-        shared prefixes in division closed, and on a CPU, of which the library does not know the
+        shared prefixes, and on a CPU, of which the library does not know the
         free memory, as many blocks as the load can fill. Nothing is compiled, as by the library's
         own default: at its lowest level an 8B model took over 150 s on an H200.
         """
         case = self.job.case
         options: dict[str, Any] = {
             "max_batch_tokens": case.tune.batch_tokens,
-            "allow_block_sharing": case.question.division == "open",
+            "allow_block_sharing": False,
         }
         if self.job.device.torch_device.type == "cpu":
             options["num_blocks"] = self._count_blocks()
@@ -220,29 +222,31 @@ class QueuePort:
         self._backend.submit(request)
 
     def wait(self, until_s: float | None) -> None:
-        """Report arrivals until the clock shows `until_s` or a request has ended. Raises
-        RuntimeError without a clock.
+        """Report arrivals until the clock shows `until_s` or a request has ended; if that time has
+        passed, those that are in the queue. Raises RuntimeError without a clock.
         """
         if self._clock is None:
             raise RuntimeError("a port without a clock cannot wait")
         while True:
-            timeout_s = None if until_s is None else until_s - self._clock()
-            if (timeout_s is not None and timeout_s <= 0) or self.take(timeout_s):
+            timeout_s = None if until_s is None else max(0.0, until_s - self._clock())
+            arrival = self.take(timeout_s)
+            is_over = timeout_s == 0 if arrival is None else arrival.end is not None
+            if is_over:
                 return
 
-    def take(self, timeout_s: float | None) -> bool:
-        """Take one arrival out of the queue, wait for it at most so long (None: without limit), and
-        report it; return whether a request ended.
+    def take(self, timeout_s: float | None) -> "_Arrival | None":
+        """Take one arrival out of the queue, wait for it at most so long (None: without limit),
+        report it and return it; None if there was none.
         """
         arrival = self._backend.take(timeout_s)
         if arrival is None:
-            return False
+            return None
         if arrival.ids:
             self._sink.add_chunk(arrival.number, len(arrival.ids), arrival.ids)
         self._note_stamps(arrival)
         if arrival.end is not None:
             self._sink.end_request(arrival.number, arrival.end)
-        return arrival.end is not None
+        return arrival
 
     def _note_stamps(self, arrival: _Arrival) -> None:
         """Note when a request's first token arrived, and, at its end, by how much the time from its
@@ -301,7 +305,7 @@ class _Manager:
             if self._seen and not self._manager.is_running():
                 number = next(iter(self._seen))
                 del self._seen[number]
-                return _Arrival(number, end=RequestEnd("failed", "the library's thread ended"))
+                return _Arrival(number, end=RequestEnd("failed", THREAD_ENDED))
             return None
         number = int(result.request_id)
         ids = list(result.generated_tokens[self._seen.get(number, 0) :])
@@ -346,19 +350,28 @@ class _OneByOne:
         self._model, self._config, self._job = model, config, job
         self._requests: queue.Queue[GenerationRequest | None] = queue.Queue()
         self._arrivals: queue.Queue[_Arrival] = queue.Queue()
+        self._open: deque[int] = deque()  # numbers of requests, in the order of their ends
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def submit(self, request: GenerationRequest) -> None:
         """Put a request behind those that wait."""
+        self._open.append(request.number)
         self._requests.put(request)
 
     def take(self, timeout_s: float | None) -> _Arrival | None:
-        """Return the next arrival, None if there is none in time."""
+        """Return the next arrival, None if there is none in time. If the thread has ended, every
+        open request has failed.
+        """
         try:
-            return self._arrivals.get(timeout=timeout_s)
+            arrival = self._arrivals.get(timeout=timeout_s)
         except queue.Empty:
-            return None
+            if not self._open or self._thread.is_alive():
+                return None
+            arrival = _Arrival(self._open[0], end=RequestEnd("failed", THREAD_ENDED))
+        if arrival.end is not None:
+            self._open.popleft()
+        return arrival
 
     def stop(self) -> None:
         """End the thread."""
