@@ -537,6 +537,25 @@ def test_ids_of_a_text_that_the_model_does_not_have_are_unknown():
     assert run.trace.get_output_ids(0, requests) is None
 
 
+@pytest.mark.parametrize(
+    ("text", "lengths", "ids"),
+    [
+        ("abc", "exact", [97, 98, 99]),
+        ("ab", "exact", None),  # other tokens than were counted
+        ("abcd", "exact", None),
+        ("ab", "natural", [97, 98]),  # and one that ended it
+        ("a", "natural", None),
+        ("ab\ufffd", "exact", None),  # a part of a character
+    ],
+)
+def test_a_text_is_tokenized_again_only_to_as_many_tokens_as_were_counted(text, lengths, ids):
+    plain = make_requests(1, 3, source=PromptSource(tokenizer=Letters()))
+    requests = replace(plain, lengths=lengths, vocab=1 << 17)
+    end = RequestEnd(text=text, counted_by="usage", output_tokens=3)
+    run = run_requests(closed(1), requests, lambda *_: [(0.5, 3), (1.0, end)])
+    assert run.trace.get_output_ids(0, requests) == ids
+
+
 # How well the loop keeps up.
 
 

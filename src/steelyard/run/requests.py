@@ -52,6 +52,7 @@ RESERVE = 64  # prompts that are kept ready during the run, at least; one for ea
 MAX_OUTPUT_TOKENS = 15_000_000  # of all requests together; below MAX_CHUNKS of a record
 # An answer beyond so many times the tokens that were asked for, and some, is cut off.
 FLOOD_FACTOR, FLOOD_TOKENS = 2, 64
+PARTIAL_CHARACTER = "\ufffd"  # what stands in a text for bytes that are no whole character
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,23 @@ class RequestTrace:
             return None
         ids: list[int] | None = list(state.ids)
         if len(state.ids) != state.output_tokens:
-            text = state.end.text
-            ids = None if text is None else requests.encode_output(text)
+            ids = _encode_answer(state, requests)
         if ids is None or max(ids, default=0) >= requests.vocab:
             return None
         return ids[: state.request.output_tokens]
+
+
+def _encode_answer(state: RequestState, requests: PromptRequests) -> list[int] | None:
+    """Return the token ids of an answer's text. None if there is no text, or its tokens cannot be
+    those that were generated: they are not as many, or the text has a part of a character. With
+    natural lengths the token that ends an answer is counted and is no text.
+    """
+    text = state.end.text
+    ids = None if text is None or PARTIAL_CHARACTER in text else requests.encode_output(text)
+    if ids is None:
+        return None
+    spare = 1 if requests.lengths == "natural" else 0
+    return ids if state.output_tokens - spare <= len(ids) <= state.output_tokens else None
 
 
 class RequestLoop:
