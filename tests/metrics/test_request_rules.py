@@ -13,6 +13,7 @@ from steelyard.case.precision import GENERATION_PRESETS
 from steelyard.data.request_outcomes import OUTCOMES
 from steelyard.metrics import (
     answer_rules,
+    estimates,
     metric_table,
     missing_evidence,
     record_fields,
@@ -67,11 +68,18 @@ def make(
     timings: list[Timing] = TIMINGS,
     facts: dict[str, Any] | None = None,
     load: dict[str, Any] | None = None,
+    is_checked_here: bool = True,
     **changes: Any,
 ) -> Record:
-    """Return a record of these requests, whose answers were checked."""
+    """Return a record of these requests, whose answers were checked: in a pass of its own, or by
+    the server's own log-probabilities.
+    """
     samples = make_samples(timings, **(facts or {}))
-    return make_generation_record(samples, load, **({"outputs": make_checked()} | changes))
+    record = make_generation_record(samples, load, **({"outputs": make_checked()} | changes))
+    if not is_checked_here:
+        return record
+    window = record.passes[0].model_copy(update={"pass_name": "check"})
+    return record.model_copy(update={"passes": [*record.passes, window]})
 
 
 def change_one(**changes: Any) -> list[Timing]:
@@ -408,10 +416,13 @@ def test_every_precision_of_generation_has_a_tolerance():
     assert matmuls <= answer_rules.ANSWER_TOLERANCE_NATS.keys()
 
 
-def test_answers_that_were_not_checked_get_a_note():
+def test_answers_that_were_not_checked_are_invalid_unless_nobody_knows_the_weights():
     unchecked = {"passes": {"generate": make_checked()["passes"]["generate"]}}
-    assert "note.not_checked" in list_notes(make(outputs=unchecked))
+    record = make(outputs=unchecked)
+    assert list_codes(record) == ["unchecked"]
+    assert "--set engine.logprobs=true" in describe(record, "unchecked")
     unknown = make(outputs=unchecked, weights={"source": "unknown"})
+    assert list_codes(unknown) == []
     assert "note.weights_unknown" in list_notes(unknown)
     assert "note.few_checked" in list_notes(make(outputs=make_checked(numbers=7)))
     assert "note.few_checked" not in list_notes(make(outputs=make_checked(numbers=8)))
@@ -464,13 +475,55 @@ def test_answers_that_contradict_themselves_are_refused(change, match):
 
 def test_answers_left_out_of_the_check():
     outputs = make_checked(compared=[4] * 79 + [3], exact=[4] * 79 + [3])
-    by_server = make(outputs=outputs)
-    assert list_codes(by_server) == []
-    assert "note.own_logprobs" in list_notes(by_server)
-    window = by_server.passes[0].model_copy(update={"pass_name": "check"})
-    checked = by_server.model_copy(update={"passes": [*by_server.passes, window]})
+    assert "note.own_logprobs" in list_notes(make(outputs=outputs, is_checked_here=False))
+    checked = make(outputs=outputs)
     assert list_codes(checked) == ["wrong_answers"]
     assert "note.own_logprobs" not in list_notes(checked)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "compared", "lengths", "codes"),
+    [
+        (80, [4] * 80, "exact", []),
+        (8, [4] * 8, "exact", []),  # a tenth
+        (7, [4] * 7, "exact", ["unchecked"]),
+        (80, [1] * 80, "exact", ["unchecked"]),  # the server's best token of each
+        (80, [4] * 79 + [3], "exact", ["unchecked"]),
+        (80, [4] * 79 + [3], "natural", []),  # the token that ends it
+        (80, [4] * 79 + [2], "natural", ["unchecked"]),
+    ],
+)
+def test_a_servers_own_log_probabilities_must_cover_whole_answers(
+    numbers: int, compared: list[int], lengths: str, codes: list[str]
+) -> None:
+    outputs = make_checked(numbers=numbers, compared=compared, exact=compared)
+    record = make(outputs=outputs, facts={"lengths": lengths}, is_checked_here=False)
+    assert list_codes(record) == codes
+
+
+def test_a_client_that_was_not_measured_gets_a_note():
+    client = {"lag_p99_us": 1, "lag_max_us": 2, "cpu_share": 0.1}
+    measured = client | {"mock_requests": 9, "mock_error_us": (1, 2, 3)}
+    code = "note.client_not_measured"
+    assert code in list_notes(make(facts={"client": ClientFacts(**client)}))
+    assert code not in list_notes(make(facts={"client": ClientFacts(**measured)}))
+    assert code not in list_notes(make())  # an engine in this process
+
+
+def test_a_closed_loop_whose_first_wave_never_ends_has_no_steady_window():
+    """One of the first four requests takes as long as all others together."""
+    timings = [Timing(0.0, [1.0, 100.0]), *(Timing(0.0, [0.5, 1.0]) for _ in range(3))]
+    timings += [
+        Timing(1.0 + i // 3, [1.5 + i // 3, 2.0 + i // 3]) for i in range(28 - len(timings))
+    ]
+    load = {"mode": "concurrency", "concurrency": 4}
+    record = make(timings, load=load, outputs={})
+    assert "unsteady" in list_codes(record)
+    assert "few_steps" not in list_codes(record)
+    assert "fewer than three were issued after the first 4" in describe(record, "unsteady")
+    short = make(timings[:27], load=load, outputs={})
+    assert "unsteady" not in list_codes(short)
+    assert "few_steps" in list_codes(short)
 
 
 def test_declared_hardware_gets_a_note():
@@ -478,6 +531,25 @@ def test_declared_hardware_gets_a_note():
     record = make(engine=engine)
     note = next(one for one in judge(record).notes if one.code == "note.declared")
     assert "8x chip is declared, not seen" in words.render_text(note)
+
+
+def test_rates_for_each_device_are_over_the_devices_that_are_declared():
+    def make_declared(**details: Any) -> Record:
+        return make(engine={"name": "http", "details": {"is_external": True, **details}})
+
+    one = metric_table.compute_results(make_declared(device="chip"))
+    record = make_declared(device="chip", devices=8)
+    eight = metric_table.compute_results(record)
+    assert eight["output_tokens_per_s"].value == one["output_tokens_per_s"].value
+    assert one["tokens_per_device_s"].value == 8 * eight["tokens_per_device_s"].value
+    note = next(one for one in judge(record).notes if one.code == "note.declared")
+    assert "it runs on 8 × chip is declared" in words.render_text(note)
+    assert estimates.list_device_names(record) == ["8 × chip (declared)"]
+    # what an engine that was started here says of devices changes nothing
+    ours = make(engine={"name": "transformers", "details": {"devices": 8}})
+    assert metric_table.compute_results(ours)["tokens_per_device_s"].value == (
+        one["tokens_per_device_s"].value
+    )
     none = make(engine={"name": "http", "details": {"is_external": True}})
     assert "note.undeclared" in list_notes(none)
 

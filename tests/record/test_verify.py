@@ -231,8 +231,8 @@ def write_generation(folder: Path) -> Path:
     """
     samples = make_request_samples_of(make_even_loop(2, 40))
     wall_s = float(samples.table.end_s.max())
-    kept = {"numbers": [3], "tokens": [[1, 2, 3, 4]]}
-    checked = {"numbers": [3], "compared": [4], "exact": [4], "largest": [0.0]}
+    kept = {"numbers": [3, 5, 8, 9], "tokens": [[1, 2, 3, 4]] * 4}
+    checked = {"numbers": [3, 5, 8, 9], "compared": [4] * 4, "exact": [4] * 4, "largest": [0.0] * 4}
     made = make_generation_record(
         samples,
         ranks=[{"rank": 0, "host": "a", "device": "chip:0", "status": "done"}],

@@ -53,6 +53,7 @@ def test_a_run_against_a_server_is_valid_and_states_what_it_is(shell: Shell) -> 
         "endpoint": endpoint,
         "is_external": True,
         "device": "one chip",
+        "devices": 1,
         "model": "mock",
         "server": "steelyard",
         "version": "mock-1",

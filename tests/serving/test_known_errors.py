@@ -53,8 +53,11 @@ def open_loop(rate: float, most: int | None = None) -> Load:
 
 
 def make_record(run: ScriptedRun, load: Load, **changes: Any) -> Record:
-    """Return the record of a run under a load; `changes` are other fields of it."""
+    """Return the record of a run under a load, by a server whose weights nobody knows; `changes`
+    are other fields of it.
+    """
     wall_s = run.trace.steps.wall_s
+    changes = {"weights": {"source": "unknown"}} | changes
     return make_generation_record(
         run.trace.samples, load.model_dump(mode="json"), wall_s=wall_s, **changes
     )
@@ -195,8 +198,7 @@ def test_03_a_busy_client_makes_the_run_invalid():
         facts = {"cpu_share": share, "mock_error_us": (100, error_us, error_us)}
         client = run.trace.samples.client.model_copy(update=facts)
         samples = run.trace.samples.model_copy(update={"client": client})
-        wall_s = run.trace.steps.wall_s
-        record = make_generation_record(samples, closed(4).model_dump(mode="json"), wall_s=wall_s)
+        record = make_record(run, closed(4), requests=[samples])
         assert find_reasons(record) == reasons
 
 

@@ -310,6 +310,7 @@ TRANSFORMERS_SERVE = EngineRow(
     checkpoints=False,
     several_hosts=False,
     server="steelyard.engines.http.servers:TRANSFORMERS_SERVE",
+    untried="on an accelerator; it was run on CPUs",
     needs=("aiohttp",),
     extra="http",
 )
@@ -319,6 +320,7 @@ VLLM = EngineRow(
     works={"generate": "steelyard.engines.http.engine:HttpGenerate"},
     families=("llama", "auto"),
     variants=VARIANT_FIELDS,
+    divisions=("closed", "open"),
     precisions=("fp32", "fp16", "bf16", "fp8"),
     degrees=("tp",),
     processes="one",

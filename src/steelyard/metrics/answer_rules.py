@@ -195,29 +195,35 @@ def _find_kept_answers(record: Record) -> GeneratedTokens | None:
 def right_answers(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Validity rule: yield a check `right_answers` (reason `wrong_answers`) that no generated token
     is farther from the likeliest one than the precision explains (`ANSWER_TOLERANCE_NATS`), in all
-    answers that were kept; a note if nothing was checked, with the reason, or if the distances are
-    the server's own log-probabilities, because no reference engine ran. `metrics` is not used.
+    answers that were kept; it fails with reason `unchecked` if nothing was checked, which is a note
+    for weights that nobody knows here. If the distances are the server's own log-probabilities,
+    because no reference engine ran, that is a note, and they must cover a tenth of the answers.
+    `metrics` is not used.
     """
     pass_name, answers = find_headline_pass(record), record.answers
-    if pass_name is None or find_headline_requests(record) is None or record.failure is not None:
+    requests = find_headline_requests(record)
+    if pass_name is None or requests is None or record.failure is not None:
         return
     check_pass = next(
         (name for name, of in record.task.kind_row.check_passes.items() if of == pass_name), ""
     )
     checked = getattr(answers, "passes", {}).get(check_pass) if answers is not None else None
     if not isinstance(checked, TokenDistances) or not sum(checked.compared):
-        unknown = record.weights.source == "unknown"
-        yield make_note(Message("note.weights_unknown" if unknown else "note.not_checked"))
+        if record.weights.source == "unknown":
+            yield make_note(Message("note.weights_unknown"))
+        elif requests.table.is_ok.any():
+            yield make_failed_check("right_answers", "unchecked", "check.unchecked", {})
         return
     yield _check_distances(record, checked)
-    kept, requests = _find_kept_answers(record), find_headline_requests(record)
-    least = ceil(MIN_CHECKED_SHARE * int(requests.table.is_ok.sum())) if requests else 0
+    least = ceil(MIN_CHECKED_SHARE * int(requests.table.is_ok.sum()))
+    if not select_windows(record, check_pass):
+        yield make_note(Message("note.own_logprobs"))
+        yield from _check_own_logprobs(checked, requests, least)
+        return
     if len(checked.numbers) < least:
         values: MessageValues = {"checked": len(checked.numbers), "least": least}
         yield make_note(Message("note.few_checked", values))
-    if not select_windows(record, check_pass):
-        yield make_note(Message("note.own_logprobs"))
-        return
+    kept = _find_kept_answers(record)
     tokens = {} if kept is None else dict(zip(kept.numbers, map(len, kept.tokens), strict=True))
     compared = dict(zip(checked.numbers, checked.compared, strict=True))
     if kept is not None and compared != tokens:
@@ -225,6 +231,27 @@ def right_answers(record: Record, metrics: dict[str, Value]) -> Iterator[Finding
         yield make_failed_check(
             "all_answers_checked", "wrong_answers", "check.answers_left", values
         )
+
+
+def _check_own_logprobs(
+    checked: TokenDistances, requests: RequestSamples, least: int
+) -> Iterator[Finding]:
+    """Yield a failed check `all_answers_checked` (reason `unchecked`) unless a server's own
+    log-probabilities cover every token of at least `least` answers, and no answer in part: it could
+    report its best tokens only. With natural lengths the token that ends an answer may have none.
+    """
+    table = requests.table
+    spare = 1 if requests.lengths == "natural" else 0
+    regular = [
+        (count, int(table.output_tokens[number]))
+        for number, count in zip(checked.numbers, checked.compared, strict=True)
+        if number < len(table) and table.is_ok[number]
+    ]
+    covered = sum(total - spare <= count <= total for count, total in regular)
+    if covered < max(1, least) or covered < len(regular):
+        partly = len(regular) - covered
+        values: MessageValues = {"covered": covered, "least": least, "partly": partly}
+        yield make_failed_check("all_answers_checked", "unchecked", "check.own_logprobs", values)
 
 
 def _check_distances(record: Record, checked: TokenDistances) -> Finding:

@@ -4,7 +4,7 @@ without one is not proven.
 `validity.py` applies it to a record.
 """
 
-from steelyard.metrics import passes, standing, stats
+from steelyard.metrics import passes, request_window, standing, stats
 from steelyard.metrics.result import Finding, make_check, make_failed_check, make_note
 from steelyard.record.record import Record, Value
 from steelyard.words import Message, MessageValues
@@ -75,10 +75,13 @@ def _explain_missing_interval(record: Record, judges_few_steps: bool) -> list[Fi
 def _explain_missing_window(record: Record) -> list[Finding]:
     """Return a failed check `interval` with reason `few_steps` if a pass of requests ended without
     a window, because it has too few requests for one; else nothing. Nothing on a run that failed,
-    or whose requests did.
+    or one that is long enough, which the rule `steady_window` judges.
     """
-    pass_name = passes.find_headline_pass(record)
+    pass_name, load = passes.find_headline_pass(record), record.question.load
     if pass_name not in record.task.kind_row.request_passes or record.failure is not None:
+        return []
+    samples = request_window.find_headline_requests(record)
+    if samples and load and request_window.is_long_enough(samples.table, load):
         return []
     return [make_failed_check("interval", standing.UNPROVEN_CODE, "check.no_window", {})]
 

@@ -13,13 +13,14 @@ from steelyard.case.arrivals import draw_arrivals
 from steelyard.case.load import Load
 from steelyard.data.request_outcomes import OUTCOMES
 from steelyard.metrics import request_formulas
-from steelyard.metrics.declared_hardware import get_declared_device, is_hardware_declared
+from steelyard.metrics.declared_hardware import is_hardware_declared, name_declared_hardware
 from steelyard.metrics.passes import find_headline_pass, select_windows
 from steelyard.metrics.request_trend import Trend, find_trend
 from steelyard.metrics.request_window import (
     RequestWindow,
     find_headline_requests,
     find_record_window,
+    is_long_enough,
 )
 from steelyard.metrics.result import Finding, make_check, make_failed_check, make_note
 from steelyard.record.record import Record, Value
@@ -139,6 +140,9 @@ def unbound_client(record: Record, metrics: dict[str, Value]) -> Iterator[Findin
     if record.case.size == "smoke":
         yield from (make_note(Message("note.client_slow", {"what": over[0]})) for _ in over[:1])
         return
+    # an engine in this process has no client of its own that could be measured
+    if samples.client.cpu_share is not None and samples.client.mock_error_us is None:
+        yield make_note(Message("note.client_not_measured"))
     values: MessageValues = {"what": over[0] if over else limits[0][1]}
     yield make_check("unbound_client", not over, "client_bound", "check.client", values)
 
@@ -172,8 +176,9 @@ def _list_client_limits(
 def steady_window(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Validity rule: yield a check `steady_window` (reason `unsteady`) that neither the time to the
     first token nor the time per token drifts through the window, or through all requests if an
-    open loop has no window. Nothing at size smoke, offline, and with fewer requests than a trend
-    needs; a trace is as steady as it is, and gets a note. `metrics` is not used.
+    open loop has no window; it fails for a closed loop with enough requests that has no window.
+    Nothing at size smoke, offline, and with fewer requests than a trend needs; a trace is as steady
+    as it is, and gets a note. `metrics` is not used.
     """
     found, load = _find_checked(record), record.question.load
     if found is None or load is None or load.mode == "offline" or record.case.size == "smoke":
@@ -181,11 +186,15 @@ def steady_window(record: Record, metrics: dict[str, Value]) -> Iterator[Finding
     if load.arrivals == "trace":
         yield make_note(Message("note.trace"))
         return
+    if find_record_window(record) is None and is_long_enough(found[1], load):
+        values: MessageValues = {"count": len(found[1]), "slots": load.concurrency or 1}
+        yield make_failed_check("steady_window", "unsteady", "check.no_steady_window", values)
+        return
     trends = _find_trends(record, found[1], load)
     if not trends:
         return
     name, trend = max(trends, key=lambda item: (item[1].is_drift, abs(item[1].t)))
-    values: MessageValues = {"name": name, "first": trend.first, "last": trend.last}
+    values = {"name": name, "first": trend.first, "last": trend.last}
     yield make_check("steady_window", not trend.is_drift, "unsteady", "check.steady", values)
 
 
@@ -305,7 +314,7 @@ def declared_device(record: Record, metrics: dict[str, Value]) -> Iterator[Findi
     `metrics` is not used.
     """
     if is_hardware_declared(record):
-        device = get_declared_device(record)
+        device = name_declared_hardware(record)
         yield make_note(
             Message("note.declared", {"device": device}) if device else Message("note.undeclared")
         )

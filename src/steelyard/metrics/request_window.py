@@ -17,9 +17,11 @@ from math import ceil, inf
 import numpy as np
 
 from steelyard.case.load import Load
+from steelyard.metrics import stats
 from steelyard.metrics.passes import RateSlices, RateSpan, select_windows
 from steelyard.record.record import Record
 from steelyard.record.request_samples import (
+    DEFINITIONS,
     US,
     Floats,
     Ints,
@@ -108,11 +110,28 @@ def find_record_window(record: Record) -> tuple[RequestTable, RequestWindow] | N
     """Return the request table of the headline pass and its window; None if there is no such pass,
     or no window in it.
     """
-    samples, load = find_headline_requests(record), record.question.load
+    samples = find_headline_requests(record)
+    window = _find_samples_window(samples, record.question.load)
+    return None if samples is None or window is None else (samples.table, window)
+
+
+def _find_samples_window(samples: RequestSamples | None, load: Load | None) -> RequestWindow | None:
+    """Return the window of request samples; None if they have none, if there are no samples or no
+    load, or if the samples define the window in another way than this version.
+    """
     if samples is None or load is None:
         return None
-    window = find_request_window(samples.table, load)
-    return None if window is None else (samples.table, window)
+    if samples.all_definitions.get("window") != DEFINITIONS["window"]:
+        return None
+    return find_request_window(samples.table, load)
+
+
+def is_long_enough(table: RequestTable, load: Load) -> bool:
+    """Return whether a closed loop had requests enough for a steady window with an interval: those
+    of the first wave and of the last, and five turns between them. False for other loads.
+    """
+    slots = load.concurrency or 1
+    return load.mode == "concurrency" and len(table) >= (stats.MIN_STEPS + 2) * slots
 
 
 @lru_cache(maxsize=4)
@@ -316,7 +335,7 @@ def make_request_span(record: Record, pass_name: str) -> RateSpan | None:
     is measured is what a client sees.
     """
     samples, load = find_request_samples(record, pass_name), record.question.load
-    window = None if samples is None or load is None else find_request_window(samples.table, load)
+    window = _find_samples_window(samples, load)
     if samples is None or window is None:
         return None
     arrivals = list_arrivals(samples.table, _get_attention_window(record))

@@ -140,6 +140,7 @@ TEXTS: dict[str, str] = {
     "phase.requests": "约定 {convention}，取自逐个执行的请求，共 {time:.4g} 秒",
     "phase.mixed": "窗口内没有仅含{phase}的步骤",
     "phase.unknown": "引擎未区分预填充与解码，且多个请求同时执行",
+    "phase.chunks": "请求的 token 全部在一个数据块中到达，或首个数据块含多个 token",
     "phase.short": "没有持续 {least:.2g} 秒以上、遥测可分辨的{phase}时段",
     "phase.stretches": "取自 {count} 个单一阶段的时段",
     "window.concurrency": (
@@ -222,6 +223,10 @@ TEXTS: dict[str, str] = {
         "运行没有稳态部分：{name} 的中位数在前三分之一请求为 {first:.4g} 秒，后三分之一为 "
         "{last:.4g} 秒；负载可能超出服务器能力，或运行过短"
     ),
+    "check.no_steady_window.bad": (
+        "运行没有稳态部分：{count:,} 个请求中，在最初 {slots} 个全部结束之后发出的不足三个；"
+        "其中有请求耗时过长"
+    ),
     "note.trace": "请求按轨迹到达，其本身未必平稳",
     "check.possible_requests.ok": "请求的各时间彼此一致，且与负载相符",
     "check.possible_requests.bad": "请求的时间不可能为真：{problem}",
@@ -243,7 +248,15 @@ TEXTS: dict[str, str] = {
     ),
     "check.answers_not_finite.bad": "抽检 {requests:,} 个答案，参考引擎有非有限的 logit",
     "check.answers_left.bad": "检查了 {compared:,} 个 token，而保留待检的有 {kept:,} 个",
-    "note.not_checked": "答案未经参考引擎检查",
+    "check.unchecked.bad": (
+        "没有任何答案经过检查：请同时运行 check 过程，以 token id 或纯文本发送提示"
+        "（engine.api=completions），或索取服务器的对数概率（--set engine.logprobs=true）"
+    ),
+    "check.own_logprobs.bad": (
+        "服务器的对数概率完整覆盖 {covered:,} 个答案；请求的十分之一为 {least:,} 个，另有 "
+        "{partly:,} 个仅部分覆盖"
+    ),
+    "note.client_not_measured": "本客户端时间戳的误差未知：未能在模拟服务器上测得",
     "note.weights_unknown": "答案未经检查：服务器的权重在此未知",
     "note.own_logprobs": "答案按服务器自身报告的对数概率核对",
     "note.few_checked": "仅检查了 {checked:,} 个答案；请求的十分之一为 {least:,} 个",

@@ -60,6 +60,7 @@ TEXTS: dict[str, str] = {
     "why.warm_cache": "缓存已预热",
     "why.client_bound": "客户端过慢",
     "why.unsteady": "没有稳定窗口",
+    "why.unchecked": "答案未经检查",
     "why.wrong_answers": "答案错误",
     "summary.too_few_requests": "未证实 {0}：请求太少，也没有三次一致的重复运行。",
     "requests": "请求",

@@ -226,6 +226,7 @@ TEXTS: dict[str, str] = {
     "phase.unknown": (
         "the engine does not tell prefill from decoding, and several requests ran together"
     ),
+    "phase.chunks": "all tokens of a request came in one chunk, or its first chunk has several",
     "phase.short": (
         "no stretch of {phase} alone lasts {least:.2g} s, so that telemetry could see it"
     ),
@@ -341,6 +342,10 @@ TEXTS: dict[str, str] = {
         "of the requests and of {last:.4g} s in the last; the load may be beyond what the "
         "server can do, or the run too short"
     ),
+    "check.no_steady_window.bad": (
+        "no part of the run is steady: of {count:,} requests fewer than three were issued after "
+        "the first {slots} had all ended; one of these took too long"
+    ),
     "note.trace": "requests arrive by a trace, which is as steady as it is",
     "check.possible_requests.ok": (
         "the times of the requests agree with each other and with the load"
@@ -369,7 +374,18 @@ TEXTS: dict[str, str] = {
         "{requests:,} answers were checked, and the reference has a logit that is not finite"
     ),
     "check.answers_left.bad": "{compared:,} tokens were checked, and {kept:,} were kept for it",
-    "note.not_checked": "the answers were not checked by a reference engine",
+    "check.unchecked.bad": (
+        "no answer was checked: run pass `check` too, send prompts as token ids or plain text "
+        "(engine.api=completions), or ask for the server's log-probabilities "
+        "(--set engine.logprobs=true)"
+    ),
+    "check.own_logprobs.bad": (
+        "the server's log-probabilities cover {covered:,} answers whole; {least:,} are a tenth of "
+        "the requests, and {partly:,} more are covered in part"
+    ),
+    "note.client_not_measured": (
+        "the error of this client's stamps is unknown: it could not be measured on the mock server"
+    ),
     "note.weights_unknown": (
         "the answers were not checked: the weights of the server are unknown here"
     ),

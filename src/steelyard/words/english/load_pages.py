@@ -65,6 +65,7 @@ TEXTS: dict[str, str] = {
     "why.warm_cache": "warm cache",
     "why.client_bound": "client too slow",
     "why.unsteady": "no steady window",
+    "why.unchecked": "answers not checked",
     "why.wrong_answers": "wrong answers",
     "summary.too_few_requests": (
         "Unproven, {0}: too few requests, and no three repeats that agree."
