@@ -15,7 +15,7 @@ from steelyard.metrics.declared_hardware import HARDWARE_METRICS
 from steelyard.metrics.result import Result
 from steelyard.plan import decode_bytes, flops
 from steelyard.record.record import Record, Value
-from steelyard.record.request_samples import DEFINITIONS
+from steelyard.record.request_samples import DEFINITIONS, UNNAMED_DEFINITIONS
 
 ONE = {"mode": "concurrency", "concurrency": 1}
 PEAK = {
@@ -158,6 +158,9 @@ def test_offline_waits_have_no_interval():
     results = compute(make_generation_record(make_samples(timings), {"mode": "offline"}))
     assert results["ttft_mean"].value == pytest.approx(10.0)
     assert results["ttft_mean"].interval is None
+    assert results["ttft_p50"].value == 9.5
+    assert results["ttft_p50"].interval is None
+    assert results["tpot_p50"].interval == (0.5, 0.5)
     assert results["tpot_mean"].interval == (0.5, 0.5)
     assert results["output_tokens_per_s"].value == 4.0
     assert results["output_tokens_per_s"].interval == pytest.approx((4.0, 4.0))
@@ -215,6 +218,50 @@ def test_samples_of_another_definition_have_no_value():
     assert note is not None
     assert note.code == "metric.other_definition"
     assert results["tpot_p50"].value is not None
+
+
+def test_every_definition_that_a_metric_stands_on_must_be_known():
+    samples = make_one_by_one().requests[0]
+
+    def compute_with(**definitions: str) -> dict[str, Any]:
+        stated = samples.model_copy(update={"definitions": {**DEFINITIONS, **definitions}})
+        return compute(make_generation_record(stated, ONE, case__slo={"tpot_s": 1.0}))
+
+    known = ("ttft_p50", "tpot_p50", "output_tokens_per_s", "tokens_per_s", "goodput")
+    assert all(compute_with()[name].value for name in known)
+    foreign = compute_with(tpot="other/1")
+    assert [foreign[name].value for name in ("tpot_p50", "interactivity", "goodput")] == [None] * 3
+    assert foreign["ttft_p50"].value is not None
+    assert all(compute_with(window="end-time/9")[name].value is None for name in known)
+    assert compute_with(output_tokens_per_s="whole-run/1")["output_tokens_per_s"].value is None
+
+
+def test_samples_older_than_the_names_of_rates_have_their_first_definitions():
+    samples = make_one_by_one().requests[0]
+    older = {name: text for name, text in DEFINITIONS.items() if name not in UNNAMED_DEFINITIONS}
+    record = make_generation_record(samples.model_copy(update={"definitions": older}), ONE)
+    assert compute(record)["output_tokens_per_s"].value is not None
+
+
+def test_chunks_of_several_tokens_make_decoding_no_faster():
+    """Each token takes 10 ms, whether chunks have one token or two, or all tokens at once."""
+
+    def measure(chunks: list[int]) -> tuple[float | None, float | None]:
+        timings, begin = [], 0.0
+        for _ in range(14):
+            ends = [begin + 0.01 * sum(chunks[: i + 1]) for i in range(len(chunks))]
+            timings.append(Timing(begin, ends, tokens=chunks))
+            begin = ends[-1]
+        hardware = make_hardware(PEAK)
+        samples = make_samples(timings)
+        results = compute(make_generation_record(samples, ONE, environment__hardware=hardware))
+        return results["mbu"].value, results["mfu_prefill"].value
+
+    one_by_one, in_pairs = measure([1, 1, 1, 1]), measure([1, 1, 2])
+    assert one_by_one[0] == pytest.approx(in_pairs[0], rel=1e-3)
+    assert measure([2, 2])[0] == pytest.approx(one_by_one[0], rel=0.02)  # other contexts
+    assert measure([2, 2])[1] is None  # its first chunk was decoded too
+    assert measure([4]) == (None, None)
 
 
 def test_metrics_of_requests_are_only_those_of_generation():

@@ -242,8 +242,9 @@ def test_counts_of_a_record_are_bounded_together_before_anything_is_decoded(monk
     monkeypatch.setattr(request_samples, "unpack_ints", lambda *args: pytest.fail("decoded"))
     for name, most in (("count", MAX_REQUESTS), ("chunks", MAX_CHUNKS)):
         half = stored | {name: most // 2 + 1}
-        with pytest.raises(ValidationError, match=r"state more than .* together"):
-            adapter.validate_python([half, half])
+        for passes in ([half, half], [half, half, stored | {name: -most}]):
+            with pytest.raises(ValidationError, match=r"state more than .* together"):
+                adapter.validate_python(passes)
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,13 @@ def _measure_prefill_requests(
     record: Record, table: RequestTable, window: RequestWindow
 ) -> PhaseWork | Message:
     """Return the FLOPs of the prompts of a window at concurrency 1, and the time from sending each
-    to its first token.
+    to its first token; without requests whose first chunk has several tokens, of which all but one
+    were decoded.
     """
     indices = window.indices[table.is_ok[window.indices]]
+    indices = indices[table.chunk_tokens[table.chunk_starts[indices]] == 1]
+    if not len(indices):
+        return Message("phase.chunks")
     model = record.question.model
     lens = table.prompt_tokens[indices].tolist()
     counts = prompt_batches.count_batch(
@@ -145,15 +149,20 @@ def _measure_prefill_requests(
 def _measure_decode_requests(
     record: Record, table: RequestTable, window: RequestWindow
 ) -> PhaseWork | Message:
-    """Return the bytes of the tokens after the first of each request of a window at concurrency 1,
-    one step each, and the time between the first and the last token.
+    """Return the bytes of the tokens after the first chunk of each request of a window at
+    concurrency 1, one step each, and the time between the first and the last chunk; without
+    requests whose tokens came in one chunk.
     """
     indices = window.indices[table.is_ok[window.indices]]
+    indices = indices[np.diff(table.chunk_starts)[indices] >= 2]
+    if not len(indices):
+        return Message("phase.chunks")
     question = record.question
-    steps = table.output_tokens[indices] - 1
-    ends = table.prompt_tokens[indices] + steps
+    first_tokens = table.chunk_tokens[table.chunk_starts[indices]]
+    steps = table.output_tokens[indices] - first_tokens
+    begins = table.prompt_tokens[indices] + first_tokens - 1
     seen: int | None = getattr(question.model, "window", None)
-    contexts = _sum_contexts(ends, seen) - _sum_contexts(table.prompt_tokens[indices], seen)
+    contexts = _sum_contexts(begins + steps, seen) - _sum_contexts(begins, seen)
     size = decode_bytes.count_decode_bytes(
         question.model, question.precision, int(steps.sum()), contexts
     )

@@ -14,7 +14,7 @@ import numpy as np
 from steelyard.case.load import Slo
 from steelyard.metrics import energy, percentiles, stats
 from steelyard.metrics.passes import find_rate_span
-from steelyard.metrics.rates import make_missing_headline_result
+from steelyard.metrics.rates import headline_rate, make_missing_headline_result
 from steelyard.metrics.request_window import (
     RequestWindow,
     find_headline_requests,
@@ -22,7 +22,13 @@ from steelyard.metrics.request_window import (
 )
 from steelyard.metrics.result import Result
 from steelyard.record.record import Record
-from steelyard.record.request_samples import DEFINITIONS, Floats, Ints, RequestTable
+from steelyard.record.request_samples import (
+    DEFINITIONS,
+    Floats,
+    Ints,
+    RequestSamples,
+    RequestTable,
+)
 from steelyard.words import Message
 
 LatencyName = Literal["ttft", "ttft_sent", "tpot", "e2e", "queue_delay"]
@@ -66,23 +72,41 @@ def select_latencies(table: RequestTable, window: RequestWindow, name: LatencyNa
     return values[np.isfinite(values)]
 
 
-def _find_known_window(record: Record, name: str) -> tuple[RequestTable, RequestWindow] | Result:
+def _explain_other_definition(samples: RequestSamples, *names: str) -> Result | None:
+    """Return a result without a value if samples state another definition of one of these names
+    than this version has, else None.
+    """
+    for name in names:
+        stated, known = samples.all_definitions.get(name), DEFINITIONS[name]
+        if stated != known:
+            values = {"stated": str(stated), "known": known}
+            return Result(None, Message("metric.other_definition", values))
+    return None
+
+
+def _find_known_window(record: Record, *names: str) -> tuple[RequestTable, RequestWindow] | Result:
     """Return the request table and window of a record, or a result without a value that says why
-    the time `name` cannot be taken from it.
+    what these names define cannot be taken from it.
     """
     samples, found = find_headline_requests(record), find_record_window(record)
-    if samples is None or found is None:
-        return make_missing_headline_result(record)
-    stated, known = samples.definitions.get(name), DEFINITIONS.get(name)
-    if stated != known:
-        values = {"stated": str(stated), "known": str(known)}
-        return Result(None, Message("metric.other_definition", values))
-    return found
+    problem = None if samples is None else _explain_other_definition(samples, "window", *names)
+    if problem is not None:
+        return problem
+    return make_missing_headline_result(record) if samples is None or found is None else found
+
+
+def request_rate(record: Record, key: Literal["output_tokens", "tokens"]) -> Result:
+    """Return the tokens that arrive in the window per second of it, of all devices together, with
+    the 95 % interval: those of outputs, or those of prompts and outputs.
+    """
+    found = _find_known_window(record, f"{key}_per_s")
+    return found if isinstance(found, Result) else headline_rate(record, key)
 
 
 def latency_percentile(record: Record, name: LatencyName, percentile: int) -> Result:
     """Return a percentile of a latency in seconds with its 95 % interval; without a value if the
-    window has fewer requests than LoadGen's rule asks for.
+    window has fewer requests than LoadGen's rule asks for. Offline a wait follows from a place in
+    the queue, and has no interval, except in samples older than this definition of a percentile.
     """
     found = _find_known_window(record, name)
     if isinstance(found, Result):
@@ -91,10 +115,13 @@ def latency_percentile(record: Record, name: LatencyName, percentile: int) -> Re
     problem = _explain_few(len(values), percentile)
     if problem is not None:
         return problem
+    samples = find_headline_requests(record)
+    is_known = samples is not None and _explain_other_definition(samples, "percentile") is None
+    is_place = is_known and found[1].is_whole and name in QUEUED_OFFLINE
     return Result(
         percentiles.select_percentile(values, percentile / 100),
         _describe_percentile(values, len(values), percentile),
-        percentiles.find_percentile_interval(values, percentile),
+        None if is_place else percentiles.find_percentile_interval(values, percentile),
     )
 
 
@@ -152,7 +179,9 @@ def interactivity(record: Record) -> Result:
     """Return the output tokens per second that a user sees after the first: 1 over the mean time of
     an output token, with its interval.
     """
-    tpot = latency_mean(record, "tpot")
+    found, tpot = _find_known_window(record, "interactivity"), latency_mean(record, "tpot")
+    if isinstance(found, Result):
+        return found
     if not tpot.value:
         return Result(None, tpot.note)
     interval = tpot.interval
@@ -198,10 +227,11 @@ def goodput(record: Record) -> Result:
     window. Those that failed, or are shorter than asked with exact lengths, keep none. Without a
     value if the case has no limits.
     """
-    slo, samples, found = record.case.slo, find_headline_requests(record), None
+    slo, samples = record.case.slo, find_headline_requests(record)
     if slo is None:
         return Result(None, Message("metric.no_slo"))
-    found = _find_known_window(record, "ttft")
+    limited = [name for name, limit_s in _list_limits(slo) if limit_s is not None]
+    found = _find_known_window(record, "goodput", *limited)
     if isinstance(found, Result) or samples is None:
         return found if isinstance(found, Result) else make_missing_headline_result(record)
     table, window = found
@@ -213,13 +243,18 @@ def goodput(record: Record) -> Result:
     return Result(good / window.wall_s, Message("goodput.of", values))
 
 
+def _list_limits(slo: Slo) -> tuple[tuple[LatencyName, float | None], ...]:
+    """Return the limits of a case on latencies in seconds, by name; None where there is none."""
+    return ("ttft", slo.ttft_s), ("tpot", slo.tpot_s)
+
+
 def _keeps_limits(table: RequestTable, slo: Slo) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
     """Return whether each request ended regularly and kept the limits on its latencies. One without
     a second token has no time per token that could break a limit; one whose tokens came in one
     chunk has a time per token that nobody knows, and keeps none.
     """
     kept = table.is_ok.copy()
-    for name, limit_s in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s)):
+    for name, limit_s in _list_limits(slo):
         if limit_s is not None:
             kept &= ~(LATENCIES[name](table) > limit_s)
     if slo.tpot_s is not None:
@@ -247,6 +282,9 @@ def window_time(record: Record, part: Literal["ramp_s", "drain_s"]) -> Result:
 
 def energy_per_output_token(record: Record) -> Result:
     """Return the joules of all devices in the window for each output token that arrives in it."""
+    found = _find_known_window(record, "energy_per_output_token")
+    if isinstance(found, Result):
+        return found
     used, rate_span = energy.energy(record), find_rate_span(record)
     if used.value is None or rate_span is None:
         return used

@@ -5,7 +5,7 @@ rates, latencies, and what prefill and decoding cost.
 from collections.abc import Callable
 from functools import partial
 
-from steelyard.metrics import phase_formulas, rates, request_formulas
+from steelyard.metrics import phase_formulas, request_formulas
 from steelyard.metrics.metric import Metric
 from steelyard.metrics.percentiles import PERCENTILES
 from steelyard.metrics.rates import MetricFormula
@@ -62,9 +62,11 @@ REQUEST_ROWS = (
         "output_tokens_per_s",
         "tokens/s",
         "higher",
-        partial(rates.headline_rate, key="output_tokens"),
+        partial(request_formulas.request_rate, key="output_tokens"),
     ),
-    _make_row("tokens_per_s", "tokens/s", "higher", partial(rates.headline_rate, key="tokens")),
+    _make_row(
+        "tokens_per_s", "tokens/s", "higher", partial(request_formulas.request_rate, key="tokens")
+    ),
     _make_mean("ttft"),
     *_make_latencies("ttft"),
     *_make_latencies("ttft_sent"),

@@ -30,8 +30,8 @@ US = 1_000_000  # microseconds of a second
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 PackedInts = Annotated[str, Field(max_length=MAX_PACKED_CHARS, pattern=r"^[A-Za-z0-9+/]*=*$")]
-# What each time of a request is measured from and to. An id changes when a definition does, and
-# metrics of different ids are never compared.
+# What each time of a request is measured from and to, and what each rate counts. An id changes when
+# a definition does, and metrics of different ids are never compared.
 DEFINITIONS = {
     "ttft": "scheduled-to-first-token/1",
     "ttft_sent": "sent-to-first-token/1",
@@ -40,6 +40,21 @@ DEFINITIONS = {
     "e2e": "scheduled-to-end/1",
     "queue_delay": "scheduled-to-sent/1",
     "window": "issue-time/1",
+    "output_tokens_per_s": "arrived-in-window/1",
+    "tokens_per_s": "arrived-in-window-prompt-with-first-token/1",
+    "interactivity": "inverse-of-mean-tpot/1",
+    "goodput": "issued-in-window-within-limits/1",
+    "energy_per_output_token": "window-joules-over-arrived-tokens/1",
+    "percentile": "order-statistic/2",
+}
+# The ids of samples that do not name these definitions, because they are older than the names.
+UNNAMED_DEFINITIONS = {
+    "output_tokens_per_s": "arrived-in-window/1",
+    "tokens_per_s": "arrived-in-window-prompt-with-first-token/1",
+    "interactivity": "inverse-of-mean-tpot/1",
+    "goodput": "issued-in-window-within-limits/1",
+    "energy_per_output_token": "window-joules-over-arrived-tokens/1",
+    "percentile": "order-statistic/1",  # offline its waits have an interval too
 }
 PER_REQUEST = (
     "scheduled_us",  # since the one before; the first since the start of the pass
@@ -142,7 +157,8 @@ def check_declared_totals(passes: Any) -> Any:
     if isinstance(passes, list):
         for name, most in (("count", MAX_REQUESTS), ("chunks", MAX_CHUNKS)):
             stated = [item.get(name) for item in passes if isinstance(item, dict)]
-            if sum(number for number in stated if isinstance(number, int)) > most:
+            # a negative number, which is refused later, must not make room for others
+            if sum(max(0, number) for number in stated if isinstance(number, int)) > most:
                 raise ValueError(f"request samples state more than {most:,} {name} together")
     return passes
 
@@ -169,11 +185,11 @@ class RequestSamples(GrownModel):
     chunks in `columns` of packed integers (PER_REQUEST and PER_CHUNK; times in microseconds, as
     differences), decoded by `table`.
 
-    `definitions` has the id of each time's definition, `counted_by` how tokens were counted,
-    `errors` the texts of some failures, `salt` the hex digits that made the prompts of this run
-    unlike all others, `client` how well the sending loop kept up. `lengths` is "exact", or
-    "natural" if answers may end early. Validation decodes every column and raises ValueError if one
-    is damaged or has another number of values than it states.
+    `definitions` has the id of each definition as it was stored (`all_definitions`: of all),
+    `counted_by` how tokens were counted, `errors` the texts of some failures, `salt` the hex digits
+    that made the prompts of this run unlike all others, `client` how well the sending loop kept up.
+    `lengths` is "exact", or "natural" if answers may end early. Validation decodes every column and
+    raises ValueError if one is damaged or has another number of values than it states.
     """
 
     LATER: ClassVar[tuple[str, ...]] = ()
@@ -224,6 +240,11 @@ class RequestSamples(GrownModel):
             name: unpack_ints(text, self.chunks if name in PER_CHUNK else self.count)
             for name, text in self.columns.items()
         }
+
+    @property
+    def all_definitions(self) -> dict[str, str]:
+        """The id of every definition, also of those that earlier samples do not name."""
+        return UNNAMED_DEFINITIONS | self.definitions
 
     @cached_property
     def table(self) -> RequestTable:

@@ -61,7 +61,7 @@ def make_curve_key(record: Record) -> str:
     question but for its load, the same size and scope, and times by the same definitions.
     """
     samples = record.requests
-    definitions = [sorted(item.definitions.items()) for item in samples[:1]]
+    definitions = [sorted(item.all_definitions.items()) for item in samples[:1]]
     parts = estimates.make_group_key(record, _CURVE_PARTS)
     return to_canonical_json([parts, _strip_load(record), record.scope.kind, definitions])
 

@@ -217,7 +217,7 @@ def _latency_elements(
         stored = {key: record.metrics.get(f"{name}_{key}") for key in STATISTICS}
         values = {key: value for key, value in stored.items() if value is not None}
         if values:
-            rows.append(_LatencyRow(name, values, samples.definitions.get(name)))
+            rows.append(_LatencyRow(name, values, samples.all_definitions.get(name)))
     if not rows:
         return []
 
