@@ -30,9 +30,9 @@ class EngineSettings(FrozenModel):
     The others are for engines that send requests to a server: `endpoint`, its address; `model`, the
     name it knows the model by (None: the first that it lists); `api` and `prompts`, how it is
     asked; `key_variable`, the environment variable that holds its key (its value is in no record);
-    `device`, what the user says it runs on; `logprobs`, whether answers are checked by what it
-    reports; `timeout_s`, for how long it may be silent; `arguments`, more of the command line of a
-    server that is started here.
+    `device` and `devices`, what the user says it runs on, and how many of it; `logprobs`, whether
+    answers are checked by what it reports; `timeout_s`, for how long it may be silent; `arguments`,
+    more of the command line of a server that is started here.
     """
 
     python: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")] | None = (
@@ -64,6 +64,9 @@ class EngineSettings(FrozenModel):
     )
     device: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
         None, description="what a server that was not started here runs on, in your words"
+    )
+    devices: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        1, description="how many devices a server that was not started here runs on"
     )
     logprobs: bool = Field(
         False, description="check answers by the log-probabilities that the server reports"

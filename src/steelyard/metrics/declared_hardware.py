@@ -22,12 +22,19 @@ def is_hardware_declared(record: Record) -> bool:
     """Return whether the engine's server was not started here, so that its hardware is only
     declared (`is_external` of the engine's details).
     """
-    return record.engine.details.model_dump().get("is_external") is True
+    return record.engine.details.is_external is True
 
 
-def get_declared_device(record: Record) -> str | None:
-    """Return the device that the user declares the server to run on (`device` of the engine's
-    details); None if none is declared.
+def name_declared_hardware(record: Record) -> str | None:
+    """Return what the user declares the server to run on (`device` and `devices` of the engine's
+    details), such as `L40S`, or `8 × L40S`; None if no device is declared.
     """
-    device = record.engine.details.model_dump().get("device")
-    return device if isinstance(device, str) and device else None
+    device, count = record.engine.details.device, count_declared_devices(record) or 1
+    return None if not device else device if count == 1 else f"{count:,} × {device}"
+
+
+def count_declared_devices(record: Record) -> int | None:
+    """Return how many devices the user declares the server to run on (`devices` of the engine's
+    details); None if the server was started here, or none is declared.
+    """
+    return record.engine.details.devices if is_hardware_declared(record) else None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from steelyard.case.case import AUTO
 from steelyard.metrics import passes, stats
-from steelyard.metrics.declared_hardware import get_declared_device, is_hardware_declared
+from steelyard.metrics.declared_hardware import is_hardware_declared, name_declared_hardware
 from steelyard.metrics.result import WorkName, work_name
 from steelyard.record.record import Record
 from steelyard.schema import to_canonical_json
@@ -39,7 +39,7 @@ def list_device_names(record: Record) -> list[str]:
     devices.
     """
     if is_hardware_declared(record):
-        return [f"{get_declared_device(record) or UNDECLARED} ({DECLARED})"]
+        return [f"{name_declared_hardware(record) or UNDECLARED} ({DECLARED})"]
     devices = [
         *record.environment.hardware.devices,
         *(device for host in record.hosts for device in host.devices),
@@ -145,7 +145,7 @@ def estimate_rate(record: Record, count_name: WorkName | None = None) -> Estimat
         allowed = ", ".join(_RATE_METRICS)
         raise ValueError(f"count_name {count_name!r} is not known; allowed: {allowed}")
     metric_name, is_per_device = _RATE_METRICS[count_name or work_name(record)]
-    devices = record.plan.world if is_per_device else 1
+    devices = passes.count_devices(record) if is_per_device else 1
     stored = record.metrics.get(metric_name)
     if stored is None or stored.value is None or not RATE_BOUNDS[0] < stored.value < RATE_BOUNDS[1]:
         return None

@@ -10,6 +10,7 @@ from statistics import fmean
 from steelyard.metrics import estimates, repeat_groups, standing, stats, vouching
 from steelyard.metrics.declared_hardware import is_hardware_declared
 from steelyard.metrics.estimates import Estimate
+from steelyard.metrics.passes import count_devices
 from steelyard.metrics.ratio import Ratio, compare_rates
 from steelyard.metrics.result import work_name
 from steelyard.record.record import Record, Status
@@ -139,7 +140,7 @@ def _estimate_device_rate(record: Record) -> Estimate | None:
     """Return the record's rate divided by its number of devices (tokens or samples per second of
     wall time), with its interval; None if it has no rate.
     """
-    total_rate, devices = estimates.estimate_rate(record), record.plan.world
+    total_rate, devices = estimates.estimate_rate(record), count_devices(record)
     return None if total_rate is None else total_rate.scale(1 / devices)
 
 

@@ -14,6 +14,7 @@ from math import fsum
 
 from steelyard import plugins
 from steelyard.metrics import formulas_1, stats
+from steelyard.metrics.declared_hardware import count_declared_devices
 from steelyard.plan import degrees
 from steelyard.record.record import PassFacts, Record, Sample
 from steelyard.words import Message
@@ -81,8 +82,10 @@ def find_headline_pass(record: Record) -> str | None:
 
 
 def count_devices(record: Record) -> int:
-    """Return the number of devices of the run's plan, on all nodes."""
-    return record.plan.world
+    """Return the number of devices of the run's plan, on all nodes; of a server that was not
+    started here, the number that its user declares.
+    """
+    return count_declared_devices(record) or record.plan.world
 
 
 def select_windows(record: Record, pass_name: str) -> list[PassFacts]:

@@ -129,7 +129,8 @@ class Environment(ExtensibleModel):
 
 class EngineDetails(ExtensibleModel):
     """What an engine chose by itself: the attention kernel, fused blocks, how ranks exchange, how
-    fp8 is computed, and the number of micro-batches. An engine may add keys that no formula reads.
+    fp8 is computed, and the number of micro-batches; of a server, whether it was started here, and
+    what its user declares of its devices. An engine may add keys that no formula reads.
     Serialized with the keys that were given, in the order they were given.
     """
 
@@ -149,6 +150,15 @@ class EngineDetails(ExtensibleModel):
         None, description="how fp8 matmuls are computed; begins with `emulated` if they run in fp32"
     )
     micro_batches: int | None = Field(None, description="accumulated in a step")
+    is_external: bool | None = Field(
+        None, description="whether requests went to a server that was not started here"
+    )
+    device: str | None = Field(
+        None, description="what the user says that such a server runs on, in their words"
+    )
+    devices: int | None = Field(
+        None, ge=1, description="how many devices the user says that such a server runs on"
+    )
     _key_order: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="wrap")

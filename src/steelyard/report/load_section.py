@@ -12,6 +12,7 @@ from typing import Literal
 from steelyard import words
 from steelyard.metrics import standing, stats
 from steelyard.metrics.estimates import Estimate
+from steelyard.metrics.passes import count_devices
 from steelyard.record.record import Record
 from steelyard.report.case_tables import (
     ComparedRuns,
@@ -190,7 +191,7 @@ def _name_series(firsts: Sequence[ComparedRuns], say: PageWords) -> list[str]:
 
 def _make_point(group: ComparedRuns) -> LoadPoint:
     """Return the point of some repeats, with its rate per device and its interactivity."""
-    devices = group.row.first_record.plan.world
+    devices = count_devices(group.row.first_record)
 
     def average(name: str, factor: float) -> Estimate | None:
         """Return the mean of a metric times a factor, with its interval; None if unknown."""

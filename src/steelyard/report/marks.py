@@ -7,7 +7,7 @@ part of Steelyard; the table of meanings says so.
 
 from collections.abc import Sequence
 
-from steelyard.metrics.declared_hardware import get_declared_device, is_hardware_declared
+from steelyard.metrics.declared_hardware import is_hardware_declared, name_declared_hardware
 from steelyard.metrics.vouching import EngineMark, find_provider, find_weakest_mark, list_providers
 from steelyard.record.record import Record
 from steelyard.report.numbers import format_setting
@@ -52,7 +52,7 @@ def format_declared_device(record: Record, say: PageWords) -> str | None:
     """
     if not is_hardware_declared(record):
         return None
-    device = get_declared_device(record)
+    device = name_declared_hardware(record)
     return say("device.undeclared") if device is None else say("device.declared", device)
 
 

@@ -17,7 +17,7 @@ from steelyard.case.resolve import list_changed_keys
 from steelyard.metrics import standing, stats
 from steelyard.metrics.estimates import Estimate, list_device_names
 from steelyard.metrics.metric_table import find_metric as metric_row
-from steelyard.metrics.passes import find_headline_pass, select_windows
+from steelyard.metrics.passes import count_devices, find_headline_pass, select_windows
 from steelyard.metrics.rates import rank_memory_gib
 from steelyard.metrics.ratio import Ratio
 from steelyard.metrics.shipped_cases import list_case_differences
@@ -369,7 +369,7 @@ def record_identity(record: Record) -> dict[str, Any]:
         "framework": None if framework is None else framework.name,
         "framework_version": None if framework is None else framework.version,
         "accelerator": list_device_names(record),
-        "accelerators": plan.world,
+        "accelerators": count_devices(record),
         "nodes": plan.nodes,
         "plan": str(plan),
         "tune": list_non_default_settings(record),

@@ -10,7 +10,7 @@ from steelyard.errors import EngineError, RequestError
 # Settings that only some engines read: those that send requests to a server, to one whose address
 # they are given, or to one that they start.
 CLIENT_SETTINGS = ("api", "prompts", "logprobs", "timeout_s")
-ENDPOINT_SETTINGS = ("endpoint", "model", "key_variable", "device")
+ENDPOINT_SETTINGS = ("endpoint", "model", "key_variable", "device", "devices")
 SERVER_SETTINGS = ("arguments",)
 
 

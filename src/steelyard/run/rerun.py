@@ -329,5 +329,5 @@ def _is_same_server(earlier_record: Record, checked: CheckedRequest) -> bool:
     if not checked.engine.endpoint:
         return True
     settings, details = checked.request.engine_settings, earlier_record.engine.details
-    recorded = (getattr(details, "endpoint", None), getattr(details, "device", None))
-    return recorded == (settings.endpoint, settings.device)
+    recorded = (getattr(details, "endpoint", None), details.device, details.devices or 1)
+    return recorded == (settings.endpoint, settings.device, settings.devices)

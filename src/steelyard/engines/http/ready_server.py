@@ -119,6 +119,7 @@ def connect_server(job: Job) -> ReadyServer:
             "endpoint": hide_credentials(settings.endpoint),
             "is_external": True,
             "device": settings.device,
+            "devices": settings.devices,
             "model": Path(client.hide_key(model)).name,
             "server": models.get(model),
             "version": read_version(client),

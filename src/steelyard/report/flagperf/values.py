@@ -10,6 +10,7 @@ from typing import Any
 
 from steelyard.case.resolve import list_changed_keys
 from steelyard.metrics import estimates
+from steelyard.metrics.passes import count_devices
 from steelyard.metrics.result import GIB
 from steelyard.record.record import Record
 from steelyard.record.run_facts import Software
@@ -240,7 +241,8 @@ def _format_config(record: Record, say: PageWords, memory: str = "") -> str:
         f"flagperf.nodes.{plan.nodes}", say("flagperf.nodes", str(plan.nodes))
     )
     nodes = say("flagperf.node") if plan.nodes == 1 else plural_nodes
-    cards = say("flagperf.card") if plan.world == 1 else say("flagperf.cards", str(plan.world))
+    devices = count_devices(record)
+    cards = say("flagperf.card") if devices == 1 else say("flagperf.cards", str(devices))
     return say(
         "flagperf.config", format_device_kinds(record), nodes, cards, f"{plan.config}{memory}"
     )
