@@ -272,7 +272,7 @@ def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
         "torch": ["closed", "open"],
         "transformers": ["closed"],
         "transformers-serve": ["closed"],
-        "vllm": ["closed"],
+        "vllm": ["closed", "open"],
     }
     assert {name: engine["degrees"] for name, engine in engines.items()} == {
         "flagscale": ["TP", "PP", "DP"],
@@ -296,7 +296,10 @@ def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
         **dict.fromkeys(("http", "transformers-serve", "vllm"), "host"),
     }
     assert [name for name, engine in engines.items() if engine["endpoint"]] == ["http"]
-    assert [name for name, engine in engines.items() if engine["untried"]] == ["vllm"]
+    assert [name for name, engine in engines.items() if engine["untried"]] == [
+        "transformers-serve",
+        "vllm",
+    ]
     assert engines["torch"]["works"] == [
         "score_choices",
         "score_texts",
