@@ -16,6 +16,7 @@ from steelyard.data.prompts import (
     PromptRequests,
     PromptSource,
     RequestCounter,
+    count_checked,
 )
 from steelyard.data.tokenizer import WordHashTokenizer
 from steelyard.errors import RequestError
@@ -261,6 +262,36 @@ def test_a_tokenizer_without_hex_digits_salts_with_ids():
     assert requests.encode_output("abc") == [97, 98, 99]
 
 
+class Words:
+    """A tokenizer of words that marks the first of a text as if a space were before it."""
+
+    source, vocab, sha256, end = "words", 512, "", 0
+    pieces = ("", "", "", " a", "a", " b", "b", "ab", " ab", " ")
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [[1, *self._cut(f" {text}" if text else "")] for text in texts]
+
+    def _cut(self, text: str) -> list[int]:
+        ids = []
+        while text:
+            piece = max((one for one in self.pieces if one and text.startswith(one)), key=len)
+            ids.append(self.pieces.index(piece))
+            text = text[len(piece) :]
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.pieces[number] for number in ids).removeprefix(" ")
+
+
+def test_an_output_is_encoded_behind_its_prompt():
+    requests = make_requests(source=PromptSource(TEXTS.documents, Words()))
+    assert requests.encode_output("b a") == [5, 3]  # a text that begins with it
+    assert requests.encode_output("b a", "b b") == [6, 3]
+    assert requests.encode_output(" b a", "a") == [5, 3]
+    assert requests.encode_output("b a", "b a") is None  # "ab" is one token
+    assert requests.encode_output("b", "b " * 40 + "b") == [6]  # the end of a prompt is enough
+
+
 def test_an_output_is_encoded_without_what_begins_a_text():
     requests = make_requests(source=TEXTS)
     assert requests.encode_output("the") == [116, 104, 101]
@@ -329,17 +360,13 @@ def test_a_vocabulary_must_have_ids_for_salts():
 
 def test_a_tenth_of_the_answers_is_checked_that_nobody_knows_before():
     requests = make_requests()
-    assert requests.choose_checked(7, every=True) == list(range(7))
-    chosen = requests.choose_checked(1000, every=False)
-    assert len(chosen) == 100
-    assert chosen == sorted(set(chosen))
-    assert (min(chosen) >= 0, max(chosen) < 1000) == (True, True)
-    assert chosen == requests.choose_checked(1000, every=False)
-    assert chosen != replace(requests, salt=OTHER_SALT).choose_checked(1000, every=False)
-    assert chosen != replace(requests, seed=2).choose_checked(1000, every=False)
-    counts = [len(requests.choose_checked(sent, every=False)) for sent in (0, 1, 10, 11, 64)]
-    assert counts == [0, 1, 1, 2, 7]
-    assert replace(requests, salt="").choose_checked(5, every=False)
+    order = requests.order_checked(1000)
+    assert sorted(order) == list(range(1000))
+    assert order == requests.order_checked(1000)
+    assert order != replace(requests, salt=OTHER_SALT).order_checked(1000)
+    assert order != replace(requests, seed=2).order_checked(1000)
+    assert [count_checked(sent) for sent in (0, 1, 10, 11, 64, 1000)] == [0, 1, 1, 2, 7, 100]
+    assert len(replace(requests, salt="").order_checked(5)) == 5
 
 
 def test_the_prefill_of_requests_is_counted():

@@ -83,8 +83,8 @@ def make(
 
 
 def change_one(**changes: Any) -> list[Timing]:
-    """Return the requests with other fields of the sixth."""
-    return [*TIMINGS[:5], replace(TIMINGS[5], **changes), *TIMINGS[6:]]
+    """Return the requests with other fields of the ninth."""
+    return [*TIMINGS[:8], replace(TIMINGS[8], **changes), *TIMINGS[9:]]
 
 
 def test_honest_requests_are_valid():
@@ -106,7 +106,7 @@ def test_honest_requests_are_valid():
 
 @pytest.mark.parametrize("outcome", [name for name in OUTCOMES if name != "ok"])
 def test_every_other_end_is_a_reason_that_names_it(outcome):
-    kept = make_checked(numbers=5)
+    kept = make_checked(numbers=8)
     record = make(change_one(outcome=outcome), {"errors": ["500 Server Error"]}, outputs=kept)
     assert list_codes(record) == ["requests"]
     text = describe(record, "requests")
@@ -119,7 +119,7 @@ def test_every_other_end_is_a_reason_that_names_it(outcome):
 def test_a_regular_end_without_a_token_is_empty():
     record = make(
         change_one(chunks_s=[], tokens=[], end_s=99.0, output=0, asked=4),
-        outputs=make_checked(numbers=5),
+        outputs=make_checked(numbers=8),
         wall_s=99.0,
     )
     assert "1 without any token" in describe(record, "requests")
@@ -152,7 +152,7 @@ def test_another_length_than_asked(asked):
     record = make(change_one(asked=asked))
     assert list_codes(record) == ["short_output"]
     assert describe(record, "short_output") == (
-        f"1 of 80 answers have another number of tokens than asked: request 5 has 4 of {asked}"
+        f"1 of 80 answers have another number of tokens than asked: request 8 has 4 of {asked}"
     )
 
 
@@ -295,8 +295,8 @@ def test_a_wait_for_a_slot_is_not_the_clients():
     # a closed loop whose slots are free a second before they are scheduled is none; an open one is
     timings = [Timing(float(t), [t + 1.5], due_s=t + 0.5 if t else 0.0) for t in range(80)]
     load = {"mode": "rate", "rate": 1.0, "arrivals": "constant", "max_concurrency": 1}
-    kept = {"numbers": [0], "tokens": [[1]]}
-    checked = {"numbers": [0], "compared": [1], "exact": [1], "largest": [0.0]}
+    kept = {"numbers": [*range(8)], "tokens": [[1]] * 8}
+    checked = {"numbers": [*range(8)], "compared": [1] * 8, "exact": [1] * 8, "largest": [0.0] * 8}
     outputs = {"passes": {"generate": kept, "check": checked}}
     assert list_codes(make(timings, load=load, outputs=outputs)) == []
 
@@ -424,8 +424,8 @@ def test_answers_that_were_not_checked_are_invalid_unless_nobody_knows_the_weigh
     unknown = make(outputs=unchecked, weights={"source": "unknown"})
     assert list_codes(unknown) == []
     assert "note.weights_unknown" in list_notes(unknown)
-    assert "note.few_checked" in list_notes(make(outputs=make_checked(numbers=7)))
-    assert "note.few_checked" not in list_notes(make(outputs=make_checked(numbers=8)))
+    assert list_codes(make(outputs=make_checked(numbers=7))) == ["unchecked"]
+    assert list_codes(make(outputs=make_checked(numbers=8))) == []  # a tenth
 
 
 @pytest.mark.parametrize(

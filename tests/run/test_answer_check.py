@@ -50,7 +50,7 @@ def test_all_answers_are_checked_at_size_smoke_and_a_drawn_tenth_otherwise():
     requests = make_requests(200, 3)
     assert collect(requests).numbers == list(range(200))
     answers = collect(requests, every=False)
-    assert answers.numbers == requests.choose_checked(200, every=False)
+    assert answers.numbers == sorted(requests.order_checked(200)[:20])
     assert len(answers.numbers) == 20
     for number, row, length in zip(answers.numbers, answers.rows, answers.prompt_lens, strict=True):
         assert row == [*requests.make(number).prompt, 7, 8, 9]
@@ -70,6 +70,19 @@ def test_requests_that_failed_or_have_no_known_tokens_are_left_out():
     requests = make_requests(5, 3)
     run = run_requests(CLOSED, requests, lambda request, _: answers[request.number])
     assert collect_answers(run.trace, requests, every=True).numbers == [0, 3]
+
+
+def test_answers_whose_tokens_are_unknown_are_replaced_by_the_next_ones_of_the_draw():
+    requests = make_requests(40, 3)
+    first = requests.order_checked(40)[0]
+    unknown = answer_with(None, [])
+    run = run_requests(
+        CLOSED,
+        requests,
+        lambda request, _: unknown if request.number == first else answer_with(None, [7, 8, 9]),
+    )
+    checked = collect_answers(run.trace, requests, every=False)
+    assert checked.numbers == sorted(requests.order_checked(40)[1:5])
 
 
 def test_a_run_without_answers_checks_nothing():

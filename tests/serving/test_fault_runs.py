@@ -119,6 +119,60 @@ def test_a_server_that_dies_in_the_pass_leaves_a_record(shell: Shell) -> None:
     assert shell.wait_until_ended(5.0)
 
 
+STAND_IN = """#!{python}
+import os, sys
+arguments = sys.argv[1:]
+if "vllm.entrypoints.openai.api_server" in arguments:
+    print("EngineDeadError: no core", file=sys.stderr, flush=True)
+    port = arguments[arguments.index("--port") + 1]
+    arguments = ["-m", "steelyard.engines.http.mock_server", "--port", port, *{options!r}]
+    reader, writer = os.pipe()  # the mock server ends with its input
+    os.dup2(reader, 0)
+    os.set_inheritable(writer, True)
+os.execv("{python}", ["{python}", *arguments])
+"""
+
+
+@pytest.mark.full
+def test_a_server_that_was_started_here_and_dies_in_the_pass_leaves_a_record(
+    shell: Shell, tmp_path: Path
+) -> None:
+    """The mock server in place of vLLM, by an interpreter that starts it for vLLM's module."""
+    options = [*VOCAB, "--fault", "die", "--fault-after", str(WARMUPS + 2), "--tpot-s", "0.02"]
+    python = tmp_path / "python"
+    python.write_text(STAND_IN.format(python=sys.executable, options=options))
+    python.chmod(0o755)
+    done = shell(
+        *("run", CASE, "--size", "smoke", "--accelerator", "cpu", "--engine", "vllm"),
+        *("--set", f"engine.python={python}", "--sample", REQUESTS, "--out", shell.out),
+    )
+    assert done.code == 1, done.err
+    [record] = shell.records()
+    assert {"unreachable"} < set(read_outcomes(record)) <= {"ok", "cut", "unreachable"}
+    assert "requests" in {reason["code"] for reason in record["reasons"]}
+    details = record["engine"]["details"]
+    assert details["server_exit_code"] == -9
+    assert details["server_said"] == "EngineDeadError: no core"
+    assert "PORT" in details["arguments"]
+    assert shell.wait_until_ended(10.0)
+
+
+@pytest.mark.parametrize("distance", [2, 2_000_000])
+def test_what_an_answer_says_counts_although_its_connection_stays_open(
+    distance: int, shell: Shell
+) -> None:
+    """The stream ends a second after its last event: nobody waits for that."""
+    lies = ("--cached", "48", "--distance", str(distance), "--linger-s", "2")
+    with start_mock(*VOCAB, *lies) as endpoint:
+        done = run_http(shell, endpoint, "engine.logprobs=true")
+    assert done.code == 1, done.err
+    [record] = shell.records()
+    assert {reason["code"] for reason in record["reasons"]} == {"warm_cache", "wrong_answers"}
+    assert record["engine"]["details"]["cached_tokens"] == REQUESTS * 48
+    largest = record["outputs"]["passes"]["check"]["largest"]
+    assert largest == [min(distance, 1e6)] * REQUESTS
+
+
 @pytest.mark.full
 def test_a_server_that_ends_answers_early_leaves_an_invalid_record(shell: Shell) -> None:
     with start_mock(*VOCAB, "--early", "3") as endpoint:

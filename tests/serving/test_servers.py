@@ -25,6 +25,7 @@ from steelyard.engines.http.mock_server import Script
 from steelyard.engines.http.ready_server import (
     connect_server,
     count_slots,
+    find_concurrency,
     find_longest,
     hide_credentials,
     list_models,
@@ -98,6 +99,32 @@ def test_the_command_line_of_vllm_is_that_of_its_documentation() -> None:
         *("--seed", "0", "--quantization", "fp8", "--enable-prefix-caching"),
     ]
     assert VLLM.model_name(Path("/models/tiny")) == "model"
+
+
+@pytest.mark.parametrize(
+    ("row", "added", "option"),
+    [
+        (VLLM, ["--gpu-memory-utilization", "0.8", "--enforce-eager"], None),
+        (TRANSFORMERS_SERVE, ["--attn-implementation=eager"], None),
+        (VLLM, ["--enforce-eager", "--enable-prefix-caching"], "--enable-prefix-caching"),
+        (VLLM, ["--speculative_config={}"], "--speculative_config={}"),
+        (VLLM, ["--quant=fp8"], "--quant=fp8"),
+        (VLLM, ["--max-num-seqs", "1"], "--max-num-seqs"),
+        (TRANSFORMERS_SERVE, ["--dtype", "float16"], "--dtype"),
+        (TRANSFORMERS_SERVE, ["--no-continuous-batching"], "--no-continuous-batching"),
+    ],
+)
+def test_arguments_that_change_what_is_computed_are_found(row, added, option) -> None:
+    assert row.find_reserved_option(row.make_arguments(make_start()), added) == option
+
+
+def test_a_server_is_told_of_all_requests_of_a_load() -> None:
+    assert [
+        count_slots(resolve_case(CASE, "smoke", None, None, [setting]).case, make_requests(), 256)
+        for setting in ("load.concurrency=512", "load.mode=offline")
+    ] == [256, 12]
+    case = resolve_case(CASE, "smoke", None, None, ["load.concurrency=512"]).case
+    assert find_concurrency(case) == 512
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ LEAST_VOCAB = 4  # ids that salts can be made of
 FIRST_PLAIN_ID = 10  # ids below it are special tokens in many vocabularies
 MAX_COUNTED = 1000  # requests that a batch for calibration is derived from
 CHECKED_SHARE = 0.1  # of the requests, at size full
+CONTEXT_CHARS = 64  # of a prompt, with which an output is encoded
 
 
 @dataclass(frozen=True)
@@ -240,28 +241,37 @@ class PromptRequests:
             return None
         return tokenizer.encode([text])[0]
 
-    def encode_output(self, text: str) -> list[int] | None:
-        """Return the token ids of a generated text, without what begins or ends a text; None
-        without a tokenizer.
+    def encode_output(self, text: str, before: str | None = None) -> list[int] | None:
+        """Return the token ids of a text that was generated behind the text `before` (None: at the
+        beginning), without what begins or ends a text. None without a tokenizer that can decode, or
+        if a token would reach across the border between the two.
+
+        Many tokenizers write the first word of a text in another way than one in its midst.
         """
         tokenizer = self.source.tokenizer
         if tokenizer is None or not can_decode(tokenizer):
             return None
-        empty, ids = tokenizer.encode(["", text])
-        pairs = enumerate(zip(empty, ids, strict=False))
+        context = (before or "")[-CONTEXT_CHARS:]
+        empty, alone, joined = tokenizer.encode(["", context, context + text])
+        pairs = enumerate(zip(empty, joined, strict=False))
         begin = next((i for i, (one, other) in pairs if one != other), len(empty))
-        return ids[begin : max(begin, len(ids) - (len(empty) - begin))]
+        last = len(empty) - begin  # tokens that end every text
+        head = alone[: len(alone) - last]
+        if joined[: len(head)] != head:
+            return None
+        return joined[len(head) : max(len(head), len(joined) - last)]
 
-    def choose_checked(self, sent: int, every: bool) -> list[int]:
-        """Return the numbers of the requests whose answers are checked, of the `sent` first ones:
-        all if `every`, else a tenth, at least one, drawn by the seed and the run's salt, so that
-        nobody knows them before the run.
+    def order_checked(self, sent: int) -> list[int]:
+        """Return the numbers of the `sent` first requests in the order in which their answers are
+        checked, drawn by the seed and the run's salt, so that nobody knows it before the run.
         """
-        if every:
-            return list(range(sent))
         generator = np.random.default_rng([self.seed, 4, int(self.salt or "0", 16)])
-        count = min(sent, max(1, ceil(sent * CHECKED_SHARE)))
-        return sorted(int(number) for number in generator.permutation(sent)[:count])
+        return [int(number) for number in generator.permutation(sent)]
+
+
+def count_checked(sent: int) -> int:
+    """Return of how many of so many requests answers are checked: a tenth, at least one."""
+    return min(sent, max(1, ceil(sent * CHECKED_SHARE)))
 
 
 def can_decode(tokenizer: Tokenizer) -> bool:

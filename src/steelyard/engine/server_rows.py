@@ -4,7 +4,7 @@ An engine's row names one (`EngineRow.server`); its arguments are made here from
 and nothing is imported of the server itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +56,8 @@ class ServerRow:
     names in its /metrics.
 
     `ignores_end`: whether it can go on behind the end of a text; `takes_ids`: whether prompts may
-    be token ids; `refusal(case)` says why it cannot run a case (None: it can).
+    be token ids; `refusal(case)` says why it cannot run a case (None: it can). `reserved`: options
+    that say what is computed, besides those that `make_arguments` gives: the user may add others.
     """
 
     name: str
@@ -70,6 +71,19 @@ class ServerRow:
     metrics: MetricNames = MetricNames()
     ignores_end: bool = True
     takes_ids: bool = True
+    reserved: tuple[str, ...] = ()
+
+    def find_reserved_option(self, own: Sequence[str], added: Sequence[str]) -> str | None:
+        """Return the first of the `added` arguments that is an option which the run sets (`own`,
+        the arguments made for it) or that says what is computed; None if none is. A shortened
+        option, and one with underscores, counts as the whole.
+        """
+        kept = {option for option in (*own, *self.reserved) if option.startswith("-")}
+        for argument in added:
+            name = argument.partition("=")[0].replace("_", "-")
+            if name.startswith("-") and any(option.startswith(name) for option in kept):
+                return argument
+        return None
 
     def refusal(self, case: Case) -> str | None:
         """Return why the server cannot run a case, as a line for the user; None if it can. A server

@@ -196,9 +196,9 @@ def right_answers(record: Record, metrics: dict[str, Value]) -> Iterator[Finding
     """Validity rule: yield a check `right_answers` (reason `wrong_answers`) that no generated token
     is farther from the likeliest one than the precision explains (`ANSWER_TOLERANCE_NATS`), in all
     answers that were kept; it fails with reason `unchecked` if nothing was checked, which is a note
-    for weights that nobody knows here. If the distances are the server's own log-probabilities,
-    because no reference engine ran, that is a note, and they must cover a tenth of the answers.
-    `metrics` is not used.
+    for weights that nobody knows here, or less than a tenth of the answers. If the distances are
+    the server's own log-probabilities, because no reference engine ran, that is a note, and they
+    must cover a tenth of the answers as well. `metrics` is not used.
     """
     pass_name, answers = find_headline_pass(record), record.answers
     requests = find_headline_requests(record)
@@ -222,7 +222,7 @@ def right_answers(record: Record, metrics: dict[str, Value]) -> Iterator[Finding
         return
     if len(checked.numbers) < least:
         values: MessageValues = {"checked": len(checked.numbers), "least": least}
-        yield make_note(Message("note.few_checked", values))
+        yield make_failed_check("all_answers_checked", "unchecked", "check.few_checked", values)
     kept = _find_kept_answers(record)
     tokens = {} if kept is None else dict(zip(kept.numbers, map(len, kept.tokens), strict=True))
     compared = dict(zip(checked.numbers, checked.compared, strict=True))

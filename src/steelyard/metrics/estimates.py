@@ -55,6 +55,13 @@ def _identify_weights(record: Record) -> list[Any]:
     return [facts.get(name) for name in ("source", "seed", "header_sha256")]
 
 
+def _list_definitions(record: Record) -> list[tuple[str, str]]:
+    """Return the name and the id of each definition that a record's request samples have; empty if
+    it has none.
+    """
+    return [pair for item in record.requests[:1] for pair in sorted(item.all_definitions.items())]
+
+
 def _validity_limits(record: Record) -> list[Any]:
     """Return [gate as a dict or None, max_interval or None] of a record's case: what decides
     whether a run is valid, and can be changed with `--set`.
@@ -97,7 +104,7 @@ GROUPING_PARTS: dict[str, Callable[[Record], Any]] = {
     "weights": _identify_weights,
     "devices": list_device_names,
     "restarts": lambda record: [one.step for one in record.restarts],
-    "formulas": lambda record: record.formulas,
+    "formulas": lambda record: [record.formulas, _list_definitions(record)],
 }
 
 

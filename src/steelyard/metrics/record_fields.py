@@ -19,7 +19,7 @@ from steelyard.schema import to_canonical_json
 ANY_FIELD = "case"  # the value of --across that allows any difference of the question
 FINGERPRINT_FIELD = "question.data.fingerprint"
 UNREAD_FINGERPRINT = "unknown"  # the fingerprint of a run that ended before it read its data
-MEASURED_DETAILS = ("library_stamps",)  # details of an engine that are no settings
+MEASURED_DETAILS = ("library_stamps", "mock_error_us")  # details of an engine that are no settings
 MAX_SHOWN = 8  # fields that one line names at most
 
 FieldValues = dict[str, Any]
@@ -56,8 +56,8 @@ def list_question_fields(record: Record) -> FieldValues:
 
 def list_setting_fields(record: Record) -> FieldValues:
     """Return what a run was made with beside its question, by dotted name: formulas version (1 if
-    the record names none), name, size, gate and max_interval of the case, tune, plan, scope,
-    engine, packages of others, site, weights, data, environment.
+    the record names none), the definitions of request samples, name, size, gate and max_interval of
+    the case, tune, plan, scope, engine, packages of others, site, weights, data, environment.
 
     The data's fingerprint and the scope's subjects and rows are left out: they belong to the
     question. So are the details of the engine that it measured (`MEASURED_DETAILS`).
@@ -75,7 +75,10 @@ def list_setting_fields(record: Record) -> FieldValues:
         parts["engine"]["details"].pop(name, None)
     parts["environment"] = summarize_environment(record.environment)
     case = record.case.model_dump(mode="json", include={"name", "size", "gate", "max_interval"})
-    return flatten_fields({"formulas": record.formulas or 1, "case": case, **parts}, "")
+    fields = {"formulas": record.formulas or 1, "case": case, **parts}
+    if record.requests:  # those of every pass have the same
+        fields["definitions"] = record.requests[0].all_definitions
+    return flatten_fields(fields, "")
 
 
 def summarize_environment(facts: Environment) -> FieldValues:

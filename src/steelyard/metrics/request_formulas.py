@@ -24,6 +24,7 @@ from steelyard.metrics.result import Result
 from steelyard.record.record import Record
 from steelyard.record.request_samples import (
     DEFINITIONS,
+    UNNAMED_DEFINITIONS,
     Floats,
     Ints,
     RequestSamples,
@@ -59,6 +60,7 @@ LATENCIES: dict[str, Callable[[RequestTable], Floats]] = {
     "e2e": lambda table: _subtract(table.end_s, table.scheduled_s),
     "queue_delay": lambda table: _subtract(table.sent_s, table.scheduled_s),
 }
+PERCENTILE_DEFINITIONS = (UNNAMED_DEFINITIONS["percentile"], DEFINITIONS["percentile"])
 # offline all requests are issued at once: how long one waits is a matter of its place in the queue
 QUEUED_OFFLINE = ("ttft", "ttft_sent", "e2e", "queue_delay")
 
@@ -103,6 +105,12 @@ def request_rate(record: Record, key: Literal["output_tokens", "tokens"]) -> Res
     return found if isinstance(found, Result) else headline_rate(record, key)
 
 
+def _find_percentile_definition(record: Record) -> str:
+    """Return the id of the definition of a percentile that a record's samples have."""
+    samples = find_headline_requests(record)
+    return "" if samples is None else str(samples.all_definitions.get("percentile"))
+
+
 def latency_percentile(record: Record, name: LatencyName, percentile: int) -> Result:
     """Return a percentile of a latency in seconds with its 95 % interval; without a value if the
     window has fewer requests than LoadGen's rule asks for. Offline a wait follows from a place in
@@ -115,9 +123,12 @@ def latency_percentile(record: Record, name: LatencyName, percentile: int) -> Re
     problem = _explain_few(len(values), percentile)
     if problem is not None:
         return problem
-    samples = find_headline_requests(record)
-    is_known = samples is not None and _explain_other_definition(samples, "percentile") is None
-    is_place = is_known and found[1].is_whole and name in QUEUED_OFFLINE
+    definition = _find_percentile_definition(record)
+    if definition not in PERCENTILE_DEFINITIONS:
+        stated = {"stated": definition, "known": DEFINITIONS["percentile"]}
+        return Result(None, Message("metric.other_definition", stated))
+    has_no_intervals = definition == DEFINITIONS["percentile"] and name in QUEUED_OFFLINE
+    is_place = found[1].is_whole and has_no_intervals
     return Result(
         percentiles.select_percentile(values, percentile / 100),
         _describe_percentile(values, len(values), percentile),

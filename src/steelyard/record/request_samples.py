@@ -25,6 +25,7 @@ MAX_REQUESTS = 1_000_000
 MAX_CHUNKS = 1 << 24
 MAX_PACKED_CHARS = 1 << 28
 MAX_US = 10**15  # of any time and any count in a column
+MAX_SQUARES = 2**62  # of the lengths of all requests
 WORD_BYTES = 8
 US = 1_000_000  # microseconds of a second
 Ints = NDArray[np.int64]
@@ -223,6 +224,10 @@ class RequestSamples(GrownModel):
         for name in ("scheduled_us", "chunk_us", "chunk_tokens"):
             if numbers[name].sum(dtype=np.float64) > MAX_US * 1000:
                 raise ValueError(f"request samples: {name} adds up to an impossible number")
+        # squares of lengths are summed in attention, as integers
+        lengths = numbers["prompt_tokens"] + numbers["output_tokens"]
+        if (lengths.astype(np.float64) ** 2).sum() > MAX_SQUARES:
+            raise ValueError("request samples: the tokens add up to an impossible number")
         if len(column := numbers["outcome"]) and column.max() >= len(OUTCOMES):
             raise ValueError("request samples: outcome holds an unknown code")
         starts = _find_starts(numbers["chunk_count"], self.chunks)

@@ -16,7 +16,7 @@ STATISTICS = ("mean", "p50", "p90", "p99")  # ends of the names of latencies
 LOAD_KEY = "question.load"  # the dotted key of the load in a case
 # What runs of one load curve have in common beside the question without its load. How many requests
 # were sent follows from the load.
-_CURVE_PARTS = ("case", "division", "precision", "steps")
+_CURVE_PARTS = ("case", "division", "precision", "steps", "formulas")
 _SERIES_PARTS = ("engine", "plan", "asked_tune", "weights", "devices", "formulas")
 # open loops are placed by their rate, closed ones by their slots; the others have no place
 _MODES = ("concurrency", "rate", "offline")
@@ -60,10 +60,8 @@ def make_curve_key(record: Record) -> str:
     """Return a text that is equal for runs whose points may stand in one chart of loads: the same
     question but for its load, the same size and scope, and times by the same definitions.
     """
-    samples = record.requests
-    definitions = [sorted(item.all_definitions.items()) for item in samples[:1]]
     parts = estimates.make_group_key(record, _CURVE_PARTS)
-    return to_canonical_json([parts, _strip_load(record), record.scope.kind, definitions])
+    return to_canonical_json([parts, _strip_load(record), record.scope.kind])
 
 
 def make_series_key(record: Record) -> str:

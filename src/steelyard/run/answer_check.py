@@ -11,7 +11,7 @@ from typing import Any
 
 from steelyard.case.case import Case
 from steelyard.data.counting import StepCounter, TextCounter
-from steelyard.data.prompts import PromptRequests
+from steelyard.data.prompts import PromptRequests, count_checked
 from steelyard.data.training_rows import RowKey
 from steelyard.engine import engine_rows
 from steelyard.engine.job import Job
@@ -79,18 +79,23 @@ def collect_answers(
 ) -> AnsweredTexts:
     """Return the answers of a pass that are to be checked: of all requests if `every`, else of a
     seeded tenth. `sent_as` is how prompts were sent (a key of `SEEN_PROMPTS`). Requests that
-    failed, and those of which the prompt that the model saw or the tokens are not known, are left
-    out.
+    failed, and those of which the prompt that the model saw or the tokens are not known, cannot be
+    checked; the next ones of the draw are in their place.
     """
-    answers = AnsweredTexts()
-    for number in requests.choose_checked(len(trace.states), every):
+    sent, rows = len(trace.states), dict[int, tuple[list[int], list[int]]]()
+    for number in requests.order_checked(sent):
+        if len(rows) == (sent if every else count_checked(sent)):
+            break
         ids = trace.get_output_ids(number, requests)
         prompt = SEEN_PROMPTS[sent_as](trace.states[number], requests)
         if ids and prompt is not None and len(prompt) + len(ids) <= requests.positions:
-            answers.numbers.append(number)
-            answers.rows.append([*prompt, *ids])
-            answers.prompt_lens.append(len(prompt))
-    return answers
+            rows[number] = (prompt, ids)
+    numbers = sorted(rows)
+    return AnsweredTexts(
+        numbers,
+        [[*rows[number][0], *rows[number][1]] for number in numbers],
+        [len(rows[number][0]) for number in numbers],
+    )
 
 
 def _encode_prompt(state: RequestState, requests: PromptRequests) -> list[int] | None:

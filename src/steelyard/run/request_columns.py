@@ -74,8 +74,7 @@ def make_columns(
         scheduled, due, sent = map(to_us, (state.scheduled_s, state.due_s, state.sent_s))
         stamps = np.rint(np.frombuffer(state.times_s) * US).astype(np.int64)
         last = int(stamps[-1]) if len(stamps) else sent
-        is_kept = state.end.outcome == "ok" and state.end.text is not None
-        again = requests.encode_output(state.end.text or "") if is_kept else None
+        again = _encode_again(state, requests)
         usage_prompt, usage_output = state.end.prompt_tokens, state.end.output_tokens
         values = {
             "scheduled_us": scheduled - previous_us,
@@ -120,3 +119,14 @@ def append_unsent(
         for name in PER_REQUEST:
             columns[name].append(values[name])
         gap_us = 0
+
+
+def _encode_again(state: RequestState, requests: PromptRequests) -> list[int] | None:
+    """Return the tokens of an answer's text, behind its prompt, or by itself where a token would
+    reach across the border; None if the request failed, or has no text.
+    """
+    text = state.end.text
+    if state.end.outcome != "ok" or text is None:
+        return None
+    ids = requests.encode_output(text, state.request.text)
+    return requests.encode_output(text) if ids is None else ids

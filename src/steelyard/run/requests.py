@@ -88,7 +88,9 @@ def _encode_answer(state: RequestState, requests: PromptRequests) -> list[int] |
     natural lengths the token that ends an answer is counted and is no text.
     """
     text = state.end.text
-    ids = None if text is None or PARTIAL_CHARACTER in text else requests.encode_output(text)
+    if text is None or PARTIAL_CHARACTER in text:
+        return None
+    ids = requests.encode_output(text, state.request.text)
     if ids is None:
         return None
     spare = 1 if requests.lengths == "natural" else 0

@@ -11,7 +11,7 @@ import resource
 import ssl
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -86,12 +86,25 @@ class RequestFormat:
 
 @dataclass
 class PassSums:
-    """What answers say beside their tokens, over a pass: `cached_tokens` of all prompts (None: no
-    answer says), and the `distances` of each request by its number.
+    """What answers say beside their tokens, over a pass, by the number of the request: how many
+    tokens of its prompt came from a cache (`cached`), and its `distances`. Requests whose answer
+    does not say are missing.
     """
 
-    cached_tokens: int | None
-    distances: dict[int, DistanceSum]
+    cached: dict[int, int] = field(default_factory=dict)
+    distances: dict[int, DistanceSum] = field(default_factory=dict)
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """The cached tokens of all prompts; None if no answer says."""
+        return sum(self.cached.values()) if self.cached else None
+
+    def add(self, number: int, answer: Answer) -> None:
+        """Add what the answer to a request says, in place of what it said before."""
+        if answer.cached_tokens is not None:
+            self.cached[number] = answer.cached_tokens
+        if answer.distances.compared:
+            self.distances[number] = answer.distances
 
 
 class HttpClient:
@@ -185,9 +198,7 @@ class HttpClient:
         shown = shown.encode("utf-8", "replace").decode()
         return " ".join(shown.split())[:MAX_SHOWN_CHARS]
 
-    async def carry_out(
-        self, request: GenerationRequest, port: "HttpPort", sums: PassSums
-    ) -> RequestEnd:
+    async def carry_out(self, request: GenerationRequest, port: "HttpPort") -> RequestEnd:
         """Send a request, report its chunks to the port's sink, and return how it ended."""
         answer = Answer(request.output_tokens, len(request.prompt), port.request_format.word_width)
         try:
@@ -196,10 +207,7 @@ class HttpClient:
             end = _make_failure(answer, error.outcome, str(error))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             end = _make_failure(answer, *explain_failure(error))
-        if answer.cached_tokens is not None:
-            sums.cached_tokens = (sums.cached_tokens or 0) + answer.cached_tokens
-        if answer.distances.compared:
-            sums.distances[request.number] = answer.distances
+        port.sums.add(request.number, answer)
         return self._complete_end(end, port)
 
     def _complete_end(self, end: RequestEnd, port: "HttpPort") -> RequestEnd:
@@ -236,6 +244,8 @@ class HttpClient:
                 for chunk in chunks:
                     port.sink.add_chunk(request.number, chunk.tokens, chunk.ids)
                 if answer.is_done:
+                    # now: the pass may end, and cancel this, before the connection is drained
+                    port.sums.add(request.number, answer)
                     port.report_end(request.number, self._complete_end(answer.end(), port))
                     await _drain(response)
                     return answer.end()
@@ -276,7 +286,7 @@ class HttpPort:
     ) -> None:
         self._client, self.sink, self._clock = client, sink, clock
         self.request_format = request_format
-        self.sums = PassSums(None, {})
+        self.sums = PassSums()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: set[int] = set()
         self._defect: BaseException | None = None
@@ -324,7 +334,7 @@ class HttpPort:
 
     async def _carry_out(self, request: GenerationRequest) -> None:
         """Send a request and report its end."""
-        self.report_end(request.number, await self._client.carry_out(request, self, self.sums))
+        self.report_end(request.number, await self._client.carry_out(request, self))
 
     def _end_task(self, task: "asyncio.Task[None]") -> None:
         """Forget a task that is over; keep its exception, which is a defect, for `wait`."""

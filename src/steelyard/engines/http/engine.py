@@ -47,7 +47,7 @@ class HttpGenerate:
         self._client_error: ClientError | None = None
         self._has_measured_client = False
         self._pass_details: dict[str, Any] = {}
-        self._sums = PassSums(None, {})
+        self._sums = PassSums()
 
     @property
     def weights(self) -> dict[str, Any]:

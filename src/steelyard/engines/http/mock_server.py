@@ -33,7 +33,8 @@ class Script:
     ids are the microseconds of the loop's clock when a chunk is written. `early`: so many tokens
     fewer than asked; `channel`: the field of a chat's text; `cached`: tokens of each prompt that
     its cache is said to have had; `vocab`: the first id that it does not generate; `distance`: by
-    how many nats another token is likelier than the first; `template_tokens`: of a chat.
+    how many nats another token is likelier than the first; `template_tokens`: of a chat; `linger_s`
+    until a connection is free again after the last event.
 
     `fault`, after `fault_after` requests: "status" (answer with `status`), "die", "hang" (no answer
     at all), "slow" (headers after `slow_s`), "cut" (in the midst of the stream), "garbage",
@@ -55,6 +56,7 @@ class Script:
     cached: int = -1
     distance: float = 0.0
     template_tokens: int = 0
+    linger_s: float = 0.0
     vocab: int = 1 << 30
     fault: str = ""
     fault_after: int = 0
@@ -212,6 +214,8 @@ class MockServer:
                 return False
             if fault == "silence":
                 await self._loop.create_future()
+        await writer.drain()
+        await asyncio.sleep(self.script.linger_s)
         writer.write(b"0\r\n\r\n")
         await writer.drain()
         return True

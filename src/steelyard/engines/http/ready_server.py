@@ -155,10 +155,10 @@ def start_server(job: Job, row: ServerRow, part: Part) -> ReadyServer:
         accelerator=job.accelerator,
         port=port,
         longest_tokens=find_longest(job.inputs),
-        slots=count_slots(job.case, job.inputs, MAX_SLOTS),
+        slots=find_concurrency(job.case) or min(MAX_SLOTS, job.inputs.count),
     )
     python = job.settings.python or sys.executable
-    arguments = [*row.make_arguments(start), *shlex.split(job.settings.arguments)]
+    arguments = [*row.make_arguments(start), *_read_arguments(job, row, start)]
     with part("server"):
         hidden = () if job.settings.key_variable is None else (job.settings.key_variable,)
         process = ServerProcess(row, python, arguments, hidden)
@@ -170,7 +170,7 @@ def start_server(job: Job, row: ServerRow, part: Part) -> ReadyServer:
         "model": folder.path.name,
         "server": row.name,
         "version": read_version(client) or server_process.read_package_version(python, row.package),
-        "arguments": " ".join(arguments).replace(str(folder.path), folder.path.name),
+        "arguments": _show_arguments(arguments, folder.path, port),
     }
     return ReadyServer(
         client,
@@ -183,6 +183,28 @@ def start_server(job: Job, row: ServerRow, part: Part) -> ReadyServer:
         folder.path if folder.word_width else None,
         folder.word_width,
     )
+
+
+def _show_arguments(arguments: Sequence[str], folder: Path, port: int) -> str:
+    """Return the arguments of a server as a record keeps them: with the folder's name alone, and
+    without the port, which is another in every run.
+    """
+    shown = ["PORT" if argument == str(port) else argument for argument in arguments]
+    return " ".join(shown).replace(str(folder), folder.name)
+
+
+def _read_arguments(job: Job, row: ServerRow, start: ServerStart) -> list[str]:
+    """Return the arguments that the user adds to the command line of a server. Raises RequestError
+    for those that the run sets itself, and that change what is computed.
+    """
+    added = shlex.split(job.settings.arguments)
+    option = row.find_reserved_option(row.make_arguments(start), added)
+    if option is not None:
+        raise RequestError(
+            f"engine.arguments: {option} is set by the run, or changes what is computed; leave it"
+            " out, and change the case (--precision, --division, --parallel, --set load.KEY=VALUE)"
+        )
+    return added
 
 
 def find_model_folder(job: Job) -> ModelFolder:
@@ -226,13 +248,17 @@ def _find_bound(rule: LengthRule, own: Sequence[int] | None) -> int:
     return rule[1] if isinstance(rule, tuple) else max(own or (0,))
 
 
+def find_concurrency(case: Case) -> int | None:
+    """Return how many requests a case's load has in flight at most; None if it sets no limit."""
+    load = case.question.load
+    return None if load is None else load.concurrency or load.max_concurrency
+
+
 def count_slots(case: Case, requests: PromptRequests, limit: int) -> int:
     """Return how many requests the load has in flight at most: its number, or all, but not more
     than `limit`.
     """
-    load = case.question.load
-    number = None if load is None else load.concurrency or load.max_concurrency
-    return max(1, min(limit, number or requests.count))
+    return max(1, min(limit, find_concurrency(case) or requests.count))
 
 
 def list_models(client: HttpClient, is_needed: bool = False) -> dict[str, str | None]:

@@ -74,6 +74,10 @@ TRANSFORMERS_SERVE = ServerRow(
     variables=OFFLINE,
     ignores_end=False,
     takes_ids=False,
+    reserved=(
+        *("--quantization", "--no-continuous-batching", "--trust-remote-code"),
+        *("--chat-template-kwargs", "--reasoning", "--decision-config"),
+    ),
 )
 VLLM = ServerRow(
     name="vllm",
@@ -88,6 +92,20 @@ VLLM = ServerRow(
         cached_tokens="vllm:prefix_cache_hits_total",
         queue="vllm:num_requests_waiting",
         preemptions="vllm:num_preemptions_total",
+    ),
+    # https://docs.vllm.ai/en/stable/cli/serve/
+    reserved=(
+        *("--quantization", "--kv-cache-dtype", "--speculative-config", "--spec-method"),
+        *("--enable-prefix-caching", "--no-enable-prefix-caching", "--prefix-caching-hash-algo"),
+        *("--load-format", "--hf-overrides", "--hf-config-path", "--config", "--revision"),
+        *(
+            "--trust-remote-code",
+            "--tokenizer",
+            "--override-generation-config",
+            "--enable-lora",
+            "--lora-modules",
+        ),
+        *("--pipeline-parallel-size", "--data-parallel-size", "--rope-scaling", "--rope-theta"),
     ),
 )
 # https://docs.sglang.ai/references/production_metrics.html

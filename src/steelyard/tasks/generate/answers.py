@@ -11,7 +11,8 @@ from steelyard.schema import FrozenModel
 from steelyard.tasks.task import Differences, OutputCount
 
 TokenId = Annotated[int, Field(ge=0, le=10**9)]
-Nats = Annotated[float, Field(ge=0, le=1e6)]
+MAX_NATS = 1e6  # of a distance: larger ones, as between masked logits, are stored as this
+Nats = Annotated[float, Field(ge=0, le=MAX_NATS)]
 MAX_CHECKED = 1_000_000
 
 
@@ -73,10 +74,13 @@ class GenerateOutputs(FrozenModel):
 
 def check_answers(answers: Any, outputs: GenerateOutputs) -> dict[str, Any]:
     """Return the answers of a pass as a dict if they are generated tokens or distances with one
-    value for each request. Raise ValueError or pydantic's ValidationError if not.
+    value for each request. Raise ValueError or pydantic's ValidationError if not. A distance of
+    more than `MAX_NATS` becomes that.
     """
-    model = TokenDistances if "compared" in answers else GeneratedTokens
-    return model.model_validate(answers).model_dump(mode="json")
+    if "compared" not in answers:
+        return GeneratedTokens.model_validate(answers).model_dump(mode="json")
+    largest = [None if value is None else min(value, MAX_NATS) for value in answers["largest"]]
+    return TokenDistances.model_validate({**answers, "largest": largest}).model_dump(mode="json")
 
 
 def merge_answers(
@@ -93,14 +97,14 @@ def merge_answers(
 def score_answers(outputs: GenerateOutputs, pass_name: str) -> dict[str, float]:
     """Return, of pass `check`, `exact` (share of compared tokens that are the likeliest),
     `distance` (the largest of all, in nats) and `checked` (requests); empty for other passes, or
-    if nothing was compared. A distance that is not finite counts as 1e6.
+    if nothing was compared. A distance that is not finite counts as `MAX_NATS`.
     """
     distances = outputs.passes.get(pass_name)
     if not isinstance(distances, TokenDistances) or not sum(distances.compared):
         return {}
     return {
         "exact": sum(distances.exact) / sum(distances.compared),
-        "distance": max(1e6 if value is None else value for value in distances.largest),
+        "distance": max(MAX_NATS if value is None else value for value in distances.largest),
         "checked": float(len(distances.numbers)),
     }
 

@@ -259,7 +259,7 @@ TEXTS: dict[str, str] = {
     "note.client_not_measured": "本客户端时间戳的误差未知：未能在模拟服务器上测得",
     "note.weights_unknown": "答案未经检查：服务器的权重在此未知",
     "note.own_logprobs": "答案按服务器自身报告的对数概率核对",
-    "note.few_checked": "仅检查了 {checked:,} 个答案；请求的十分之一为 {least:,} 个",
+    "check.few_checked.bad": "仅检查了 {checked:,} 个答案；请求的十分之一为 {least:,} 个",
     "note.declared": "服务器并非由本程序启动；其运行于 {device} 仅为声明，未经查证",
     "note.undeclared": "服务器并非由本程序启动，且未声明其硬件（engine.device）",
     "check.no_window.bad": "请求过少，无法确定窗口；需要更多请求或重复三次运行才能证实速率",

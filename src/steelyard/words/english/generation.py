@@ -392,7 +392,7 @@ TEXTS: dict[str, str] = {
     "note.own_logprobs": (
         "the answers were compared by the log-probabilities that the server itself reports"
     ),
-    "note.few_checked": (
+    "check.few_checked.bad": (
         "only {checked:,} answers were checked; {least:,} are a tenth of the requests"
     ),
     "note.declared": (
