@@ -139,6 +139,68 @@ def test_intervals_over_chunks_go_by_requests(percentile):
     assert naive <= 0.5 * 300
 
 
+def draw_waits(generator: np.random.Generator, count: int, busy: float) -> np.ndarray:
+    """Return the waits for the first token of consecutive requests at a server with one queue
+    (M/M/1) that is busy this share of the time, from its steady state.
+    """
+    warm = 300
+    gaps = generator.exponential(1.0, count + warm)
+    services = generator.exponential(busy, count + warm)
+    waits, wait = np.empty(count + warm), 0.0
+    for i in range(count + warm):
+        waits[i] = wait + 0.1 * services[i]
+        wait = max(0.0, wait + services[i] - gaps[i])
+    return waits[warm:]
+
+
+def measure_queue_coverage(runs: int, count: int, busy: float) -> tuple[float, float, float]:
+    """Return how often the intervals of the mean, the median and the 90th percentile of waits hold
+    the value over all runs; of those that have one.
+    """
+    generator = np.random.default_rng(17)
+    rows = [draw_waits(generator, count, busy) for _ in range(runs)]
+    find = percentiles.find_percentile_interval_of_queue
+    true = [np.mean([row.mean() for row in rows])]
+    true += [np.mean([np.quantile(row, share) for row in rows]) for share in (0.5, 0.9)]
+    ends = [[percentiles.find_mean_interval_of_queue(row) for row in rows]]
+    ends += [[find(row, percentile) for row in rows] for percentile in (50, 90)]
+    shares = [
+        np.mean([one[0] <= value <= one[1] for one in found if one is not None])
+        for value, found in zip(true, ends, strict=True)
+    ]
+    return shares[0], shares[1], shares[2]
+
+
+def test_intervals_of_an_open_loop_cover_at_half_its_capacity():
+    mean, median, _ = measure_queue_coverage(200, 400, 0.5)
+    assert mean >= 0.85
+    assert median >= 0.9
+    generator = np.random.default_rng(5)
+    rows = [draw_waits(generator, 400, 0.5) for _ in range(200)]
+    exact = np.mean([np.median(row) for row in rows])
+    plain = [percentiles.find_percentile_interval(np.sort(row), 50) for row in rows]
+    assert np.mean([ends[0] <= exact <= ends[1] for ends in plain if ends is not None]) <= 0.8
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("busy", "least"), [(0.3, 0.9), (0.5, 0.88), (0.7, 0.8), (0.8, 0.75)])
+def test_intervals_of_an_open_loop_cover_in_many_runs(busy, least):
+    coverage = measure_queue_coverage(1000, 700, busy)
+    print(f"{busy:.0%} busy, 700 requests: mean {coverage[0]:.1%}, p50 {coverage[1]:.1%}")
+    assert min(coverage[:2]) >= least
+
+
+def test_few_requests_of_an_open_loop_have_no_interval():
+    values = np.arange(19.0)
+    assert percentiles.find_mean_interval_of_queue(values) is None
+    assert percentiles.find_percentile_interval_of_queue(values, 50) is None
+    # a queue that grows from stretch to stretch: nothing is known of its median
+    assert percentiles.find_percentile_interval_of_queue(np.arange(100.0), 50) is None
+    alike = np.tile(np.arange(20.0), 5)
+    assert percentiles.find_mean_interval_of_queue(alike) == (9.5, 9.5)
+    assert percentiles.find_percentile_interval_of_queue(alike, 50) == (8.0, 11.0)
+
+
 def test_chunks_of_too_few_requests_have_no_interval():
     gaps = np.arange(10.0)
     assert percentiles.find_clustered_interval(gaps, np.zeros(10, np.int64), 50) is None

@@ -234,6 +234,7 @@ def test_every_definition_that_a_metric_stands_on_must_be_known():
     assert foreign["ttft_p50"].value is not None
     assert all(compute_with(window="end-time/9")[name].value is None for name in known)
     assert compute_with(output_tokens_per_s="whole-run/1")["output_tokens_per_s"].value is None
+    assert compute_with(percentile="interpolated/9")["ttft_p50"].value is None
 
 
 def test_samples_older_than_the_names_of_rates_have_their_first_definitions():

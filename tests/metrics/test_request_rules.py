@@ -510,6 +510,21 @@ def test_a_client_that_was_not_measured_gets_a_note():
     assert code not in list_notes(make())  # an engine in this process
 
 
+def test_chunks_that_come_in_bursts_get_a_note():
+    """Three of four tokens are read together: the times between them are those of the reader."""
+    burst = [Timing(t.scheduled_s, [t.chunks_s[0] + 1e-6 * i for i in range(4)]) for t in TIMINGS]
+    assert "note.bursts" in list_notes(make(burst))
+    assert "note.bursts" not in list_notes(make())
+
+
+def test_log_probabilities_that_a_server_was_asked_for_and_did_not_report():
+    engine = {"name": "http", "details": {"is_external": True, "logprobs": True}}
+    outputs = {"passes": {"generate": make_checked()["passes"]["generate"]}}
+    unknown = {"outputs": outputs, "weights": {"source": "unknown"}, "is_checked_here": False}
+    assert "unchecked" in list_codes(make(engine=engine, **unknown))
+    assert list_codes(make(engine={"name": "http", "details": {}}, **unknown)) == []
+
+
 def test_a_closed_loop_whose_first_wave_never_ends_has_no_steady_window():
     """One of the first four requests takes as long as all others together."""
     timings = [Timing(0.0, [1.0, 100.0]), *(Timing(0.0, [0.5, 1.0]) for _ in range(3))]
@@ -560,8 +575,11 @@ def test_short_runs_are_unproven():
     record = make(few, outputs=checked)
     assert list_codes(record) == ["few_steps"]
     assert describe(record, "few_steps").startswith(
-        "the window has 3 turns of the load; at least 5"
+        "the window has 3 turns of the load, which are as many requests each as run together;"
+        " at least 5 are needed"
     )
+    offline = make(few, load={"mode": "offline"}, outputs=checked)
+    assert describe(offline, "few_steps").startswith("an interval of an offline run needs")
     fewest = make(few[:4], outputs=make_checked(numbers=4))
     assert list_codes(fewest) == ["few_steps"]
     assert "too few for a window" in describe(fewest, "few_steps")
@@ -598,12 +616,12 @@ def list_missing(record: Record) -> list[str]:
     return missing_evidence.list_missing_evidence(record, judge(record))
 
 
-def test_declared_hardware_has_no_matmul_rates():
-    for is_external in (True, False):
+def test_servers_have_no_matmul_rates():
+    for is_external in (True, False, None):
         engine = {"name": "http", "details": {"is_external": is_external}}
         record = make(engine=engine).model_copy(update={"ranks": [RankFacts(rank=0)]})
         without = [text for text in list_missing(record) if "matmul rates (rank 0)" in text]
-        assert len(without) == (not is_external)
+        assert len(without) == (is_external is None)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_the_facts_of_the_requests() -> None:
     assert facts["Load"] == golden("load-of-a-closed-loop")
     assert facts["Limits of goodput"] == "TTFT 2.00 s, TPOT 100 ms"
     assert facts["Lengths"] == golden("lengths-exact")
-    assert facts["Requests"] == "20 sent, 20 answered, 60 output tokens"
+    assert facts["Requests"] == "20 planned, 20 answered, 60 output tokens"
     assert facts["Window"].startswith("160 requests: ")
     assert (facts["Ramp-up"], facts["Drain"]) == ("1.25 s", "750 ms")
     assert facts["Tokens counted by"] == "their ids"
@@ -52,7 +52,7 @@ def test_failed_requests_are_counted_with_their_first_error() -> None:
     facts = read_facts(made.make_generation_record(failures=4))
     assert facts["Outcomes"] == "16 ended regularly, 4 refused"
     assert facts["Error"] == "503 Service Unavailable: <b>full</b>"
-    assert facts["Requests"] == "20 sent, 16 answered, 48 output tokens"
+    assert facts["Requests"] == "20 planned, 16 answered, 48 output tokens"
 
 
 def test_natural_lengths_and_missing_counts_are_marked() -> None:

@@ -245,9 +245,9 @@ def test_requests_and_time_are_scope(
     ("load", "min_time_s", "requests"),
     [
         ("load.mode=offline", None, 256),
-        ("load.concurrency=1", None, 64),
+        ("load.concurrency=1", None, 80),
         ("load.concurrency=16", None, 160),
-        ("load.rate=2", None, 64),
+        ("load.rate=2", None, 80),
         ("load.rate=2", 100.0, 201),
     ],
 )

@@ -60,6 +60,7 @@ def test_a_run_against_a_server_is_valid_and_states_what_it_is(shell: Shell) -> 
         "api": "completions",
         "prompts": "ids",
         "scheduling": "server",
+        "logprobs": True,
         "mock_requests": 4,
         "cached_tokens": 0,
         "queue_peak": 3,

@@ -16,7 +16,7 @@ DEFAULT_ARRIVALS = "poisson"
 MAX_CONCURRENCY = 100_000
 # Requests of a run whose case names no number. 64 are the fewest for a 90th percentile
 # (metrics/percentiles.py); ten for each slot leave eight turns after the ramp-up.
-MIN_REQUESTS, REQUESTS_PER_SLOT, OFFLINE_REQUESTS = 64, 10, 256
+MIN_REQUESTS, REQUESTS_PER_SLOT, OFFLINE_REQUESTS = 80, 10, 256
 MAX_DEFAULT_REQUESTS = 1_000_000  # what a record has room for (record/request_samples.py)
 MODE_FIELDS: dict[str, tuple[str, ...]] = {
     "offline": (),
@@ -95,7 +95,7 @@ class Load(FrozenModel):
 
     def count_default_requests(self, min_time_s: float | None) -> int:
         """Return how many requests a run sends whose case and command line name no number: 256
-        offline, else at least 64, ten for each slot of a closed loop, and as many as an open loop
+        offline, else at least 80, ten for each slot of a closed loop, and as many as an open loop
         sends in `min_time_s` (None: no least time), at most a million.
         """
         if self.mode == "offline":

@@ -195,10 +195,10 @@ def _find_kept_answers(record: Record) -> GeneratedTokens | None:
 def right_answers(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Validity rule: yield a check `right_answers` (reason `wrong_answers`) that no generated token
     is farther from the likeliest one than the precision explains (`ANSWER_TOLERANCE_NATS`), in all
-    answers that were kept; it fails with reason `unchecked` if nothing was checked, which is a note
-    for weights that nobody knows here, or less than a tenth of the answers. If the distances are
-    the server's own log-probabilities, because no reference engine ran, that is a note, and they
-    must cover a tenth of the answers as well. `metrics` is not used.
+    answers that were kept. It fails with reason `unchecked` if nothing, or less than a tenth of the
+    answers, was checked; nothing is a note for weights that nobody knows here, unless the server
+    was to report its log-probabilities. If the distances are these, because no reference engine
+    ran, that is a note, and they must cover a tenth of the answers as well. `metrics` is not used.
     """
     pass_name, answers = find_headline_pass(record), record.answers
     requests = find_headline_requests(record)
@@ -209,7 +209,7 @@ def right_answers(record: Record, metrics: dict[str, Value]) -> Iterator[Finding
     )
     checked = getattr(answers, "passes", {}).get(check_pass) if answers is not None else None
     if not isinstance(checked, TokenDistances) or not sum(checked.compared):
-        if record.weights.source == "unknown":
+        if record.weights.source == "unknown" and not record.engine.details.logprobs:
             yield make_note(Message("note.weights_unknown"))
         elif requests.table.is_ok.any():
             yield make_failed_check("right_answers", "unchecked", "check.unchecked", {})

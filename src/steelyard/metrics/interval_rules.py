@@ -83,7 +83,9 @@ def _explain_missing_window(record: Record) -> list[Finding]:
     samples = request_window.find_headline_requests(record)
     if samples and load and request_window.is_long_enough(samples.table, load):
         return []
-    return [make_failed_check("interval", standing.UNPROVEN_CODE, "check.no_window", {})]
+    least = request_window.count_least_requests(load) if load else 0
+    values: MessageValues = {"least": least}
+    return [make_failed_check("interval", standing.UNPROVEN_CODE, "check.no_window", values)]
 
 
 def _explain_few_slices(record: Record, count: int) -> list[Finding]:
@@ -95,5 +97,9 @@ def _explain_few_slices(record: Record, count: int) -> list[Finding]:
         return [make_failed_check("interval", "interval", "check.interval_open", {})]
     if record.failure is not None:
         return []
+    load = record.question.load
     values: MessageValues = {"count": count, "least": stats.MIN_STEPS}
-    return [make_failed_check("interval", standing.UNPROVEN_CODE, "check.few_turns", values)]
+    unproven = standing.UNPROVEN_CODE
+    if load and load.mode == "offline":
+        return [make_failed_check("interval", unproven, "check.no_steady_part", values)]
+    return [make_failed_check("interval", unproven, "check.few_turns", values)]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from steelyard import accelerators, words
 from steelyard.metrics import passes
-from steelyard.metrics.declared_hardware import is_hardware_declared
 from steelyard.metrics.validity import Judgement
 from steelyard.record.record import PassFacts, Record
 from steelyard.record.run_facts import RankFacts
@@ -162,11 +161,11 @@ def _find_missing_drawn_counts(record: Record, judgement: Judgement) -> list[str
 
 def _find_missing_matmul_rates(record: Record, judgement: Judgement) -> list[str]:
     """Return the ranks without the rate of the square matmul (on a CPU, also without any rate per
-    second of CPU time); empty if an external program reported the times or the hardware is only
-    declared, because no rank uses that device. Ranks whose record says why there is no rate are
+    second of CPU time); empty if an external program reported the times or a server answers,
+    because no rank uses that device. Ranks whose record says why there is no rate are
     left out, and those whose framework is another package's. `judgement` is not used.
     """
-    if record.clock == "reported" or is_hardware_declared(record):
+    if record.clock == "reported" or record.engine.details.is_external is not None:
         return []
     needs_cpu_rate = _is_host_device(record)
     return [

@@ -9,14 +9,19 @@ LoadGen is a C++ extension and gives no intervals; a test compares both.
 from collections.abc import Sequence
 from functools import cache
 from math import ceil, exp, lgamma, log, sqrt
+from statistics import stdev
 
 import numpy as np
 from numpy.typing import NDArray
+
+from steelyard.metrics.stats import student_t_95
 
 PERCENTILES = (50, 90, 99)
 CONFIDENCE = 0.99  # of early stopping, as MLPerf Inference sets it; its tolerance is 0
 INTERVAL_TAIL = 0.025  # on each side of a 95 % interval
 MAX_FRACTION_TERMS = 10_000
+QUEUE_BATCHES = 5  # stretches in which the requests of an open loop are compared
+LEAST_QUEUED = 4 * QUEUE_BATCHES  # requests
 NORMAL_95 = 1.959964  # two-sided 95 % of the normal distribution
 
 Floats = NDArray[np.float64]
@@ -163,3 +168,43 @@ def find_clustered_interval(
     if share <= half or share + half >= 1:
         return None
     return select_percentile(ordered, share - half), select_percentile(ordered, share + half)
+
+
+def find_mean_interval_of_queue(values: Floats) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean of values of consecutive requests of an open loop; None
+    with too few of them.
+
+    A queue remembers for long, so the means of `QUEUE_BATCHES` long stretches are compared, by
+    Student's t; turns of the load, which are short, would seem independent (docs/metrics.md).
+    """
+    if len(values) < LEAST_QUEUED:
+        return None
+    means = [float(part.mean()) for part in np.array_split(values, QUEUE_BATCHES)]
+    half = _find_half_width(means)
+    return float(values.mean()) - half, float(values.mean()) + half
+
+
+def find_percentile_interval_of_queue(
+    values: Floats, percentile: int
+) -> tuple[float, float] | None:
+    """Return the 95 % interval of a percentile of values of consecutive requests of an open loop,
+    between two order statistics; None with too few of them, or if a side has no bound.
+
+    As `find_clustered_interval`, with the share of values up to the percentile in each of
+    `QUEUE_BATCHES` stretches; its error is never taken for smaller than that of independent values.
+    """
+    if len(values) < LEAST_QUEUED:
+        return None
+    share, ordered = percentile / 100, np.sort(values)
+    below = values <= select_percentile(ordered, share)
+    shares = [float(part.mean()) for part in np.array_split(below, QUEUE_BATCHES)]
+    least = NORMAL_95 * sqrt(share * (1 - share) / len(values))
+    half = max(least, _find_half_width(shares))
+    if share <= half or share + half >= 1:
+        return None
+    return select_percentile(ordered, share - half), select_percentile(ordered, share + half)
+
+
+def _find_half_width(means: Sequence[float]) -> float:
+    """Return half the width of the 95 % interval of the mean of these, by Student's t."""
+    return student_t_95(len(means) - 1) * stdev(means) / sqrt(len(means))

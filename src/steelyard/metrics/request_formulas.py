@@ -114,12 +114,15 @@ def _find_percentile_definition(record: Record) -> str:
 def latency_percentile(record: Record, name: LatencyName, percentile: int) -> Result:
     """Return a percentile of a latency in seconds with its 95 % interval; without a value if the
     window has fewer requests than LoadGen's rule asks for. Offline a wait follows from a place in
-    the queue, and has no interval, except in samples older than this definition of a percentile.
+    the queue, and has no interval; in an open loop it follows from those before. Samples older than
+    this definition of a percentile have the interval of independent requests.
     """
     found = _find_known_window(record, name)
     if isinstance(found, Result):
         return found
-    values = np.sort(select_latencies(*found, name))
+    values = select_latencies(*found, name)
+    if name == "tpot" and not len(values) and len(found[1].indices):
+        return Result(None, Message("phase.chunks"))
     problem = _explain_few(len(values), percentile)
     if problem is not None:
         return problem
@@ -127,12 +130,17 @@ def latency_percentile(record: Record, name: LatencyName, percentile: int) -> Re
     if definition not in PERCENTILE_DEFINITIONS:
         stated = {"stated": definition, "known": DEFINITIONS["percentile"]}
         return Result(None, Message("metric.other_definition", stated))
-    has_no_intervals = definition == DEFINITIONS["percentile"] and name in QUEUED_OFFLINE
-    is_place = found[1].is_whole and has_no_intervals
+    ordered = np.sort(values)
+    interval = percentiles.find_percentile_interval(ordered, percentile)
+    if definition == DEFINITIONS["percentile"]:
+        if found[1].mode == "rate":
+            interval = percentiles.find_percentile_interval_of_queue(values, percentile)
+        elif found[1].is_whole and name in QUEUED_OFFLINE:
+            interval = None
     return Result(
-        percentiles.select_percentile(values, percentile / 100),
-        _describe_percentile(values, len(values), percentile),
-        None if is_place else percentiles.find_percentile_interval(values, percentile),
+        percentiles.select_percentile(ordered, percentile / 100),
+        _describe_percentile(ordered, len(values), percentile),
+        interval,
     )
 
 
@@ -154,7 +162,8 @@ def _describe_percentile(values: Floats, count: int, percentile: int) -> Message
 
 def latency_mean(record: Record, name: LatencyName) -> Result:
     """Return the mean of a latency in seconds, with a 95 % interval that covers between runs: from
-    the totals of turns of the load, because requests that run together wait for the same things.
+    the totals of turns of the load, because requests that run together wait for the same things; of
+    an open loop, whose queue remembers for longer, from the means of long stretches.
     """
     found = _find_known_window(record, name)
     if isinstance(found, Result):
@@ -165,7 +174,9 @@ def latency_mean(record: Record, name: LatencyName) -> Result:
         return Result(None, Message("metric.no_tokens_after_first"))
     mean = float(values.mean())
     interval = None
-    if not (window.is_whole and name in QUEUED_OFFLINE):
+    if window.mode == "rate":
+        interval = percentiles.find_mean_interval_of_queue(values)
+    elif not (window.is_whole and name in QUEUED_OFFLINE):
         interval = estimate_mean_interval(values, window.turn_requests)
     return Result(mean, Message("mean.of", {"count": len(values)}), interval)
 

@@ -39,6 +39,8 @@ END_SLACK_S = 0.002  # by which a request may end after its pass, whose clock is
 SLACK_S = 0.0001  # of times that follow from others, which are whole microseconds
 OUTCOME_CODES: dict[str, str] = {name: f"outcome.{name}" for name in OUTCOMES}
 EOS_WORDS = ("ignore_eos", "min_tokens", "unexpected", "422", "unknown field", "extra")
+BURST_S = 5e-5  # chunks that are read together are stamped within this time
+MAX_BURST_SHARE = 0.5
 
 
 def _find_checked(record: Record) -> tuple[RequestSamples, RequestTable] | None:
@@ -124,7 +126,8 @@ def cold_cache(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
 def unbound_client(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Validity rule: yield a check `unbound_client` (reason `client_bound`) that the client kept up
     with the load: it fails on the first of its limits that is exceeded. At size smoke that is a
-    note. `metrics` is not used.
+    note. Another note if most chunks came in bursts, whose stamps say nothing of a token's time.
+    `metrics` is not used.
     """
     found = _find_checked(record)
     if found is None or not found[1].is_ok.any():
@@ -137,6 +140,8 @@ def unbound_client(record: Record, metrics: dict[str, Value]) -> Iterator[Findin
     chosen = np.arange(len(table)) if found_window is None else found_window[1].indices
     limits = list(_list_client_limits(samples, table, chosen))
     over = [message for is_over, message in limits if is_over]
+    if found_window is not None:
+        yield from _note_bursts(*found_window)
     if record.case.size == "smoke":
         yield from (make_note(Message("note.client_slow", {"what": over[0]})) for _ in over[:1])
         return
@@ -145,6 +150,16 @@ def unbound_client(record: Record, metrics: dict[str, Value]) -> Iterator[Findin
         yield make_note(Message("note.client_not_measured"))
     values: MessageValues = {"what": over[0] if over else limits[0][1]}
     yield make_check("unbound_client", not over, "client_bound", "check.client", values)
+
+
+def _note_bursts(table: RequestTable, window: RequestWindow) -> Iterator[Finding]:
+    """Yield a note if more than half of the chunks of a window came at the same time as the one
+    before them: held back by the server or on the way, or read late.
+    """
+    gaps, _ = request_formulas.list_chunk_gaps(table, window)
+    share = float((gaps < BURST_S).mean()) if len(gaps) else 0.0
+    if share > MAX_BURST_SHARE:
+        yield make_note(Message("note.bursts", {"share": share, "gap": BURST_S}))
 
 
 def _list_client_limits(

@@ -127,11 +127,17 @@ def _find_samples_window(samples: RequestSamples | None, load: Load | None) -> R
 
 
 def is_long_enough(table: RequestTable, load: Load) -> bool:
-    """Return whether a closed loop had requests enough for a steady window with an interval: those
-    of the first wave and of the last, and five turns between them. False for other loads.
+    """Return whether a closed loop had requests enough for a steady window with an interval. False
+    for other loads.
     """
-    slots = load.concurrency or 1
-    return load.mode == "concurrency" and len(table) >= (stats.MIN_STEPS + 2) * slots
+    return load.mode == "concurrency" and len(table) >= count_least_requests(load)
+
+
+def count_least_requests(load: Load) -> int:
+    """Return how many requests of a load have a steady window with an interval, if none of them
+    takes long: those of the first wave and of the last, and five turns between them.
+    """
+    return (stats.MIN_STEPS + 2) * (load.concurrency or load.max_concurrency or 1)
 
 
 @lru_cache(maxsize=4)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import fsum
 
 from steelyard.metrics import passes, rates
+from steelyard.metrics.declared_hardware import is_hardware_declared
 from steelyard.plan import flops
 from steelyard.record.profile_facts import KernelFacts, Profile
 from steelyard.record.record import Record
@@ -216,11 +217,12 @@ def _from_samples(record: Record) -> Waterfall | None:
     Rows are `peak` (causal FLOPs at the datasheet's peak, 0 s if unknown), `rate` (more time at the
     measured matmul rate), each phase but compute, and `rest`. If matmuls at the measured rate would
     take longer than the time outside these phases, `rate` and `rest` are one row `together`, last.
-    None if there is no span, no time, no tokens, times that a program reported, or requests of
-    which nobody counted what was computed.
+    None if there is no span, no time, no tokens, times that a program reported, hardware that is
+    only declared, or requests of which nobody counted what was computed.
     """
     rate_span, forwards = passes.find_rate_span(record), record.task.kind_row.forwards
-    if rate_span is None or not rate_span.wall_s or record.clock == "reported":
+    is_known = record.clock != "reported" and not is_hardware_declared(record)
+    if rate_span is None or not rate_span.wall_s or not is_known:
         return None
     counts = rate_span.counts if rate_span.computed is None else rate_span.computed
     if not counts.get("tokens"):

@@ -159,6 +159,9 @@ class EngineDetails(ExtensibleModel):
     devices: int | None = Field(
         None, ge=1, description="how many devices the user says that such a server runs on"
     )
+    logprobs: bool | None = Field(
+        None, description="whether a server was asked for its log-probabilities"
+    )
     _key_order: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="wrap")

@@ -407,9 +407,18 @@ def _best_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
         out = [say("summary.best.all" if shared else "summary.best", listed, common)]
     for case, rows in best_rows.items():
         if not rows:
-            is_unproven = any(row.status == "unproven" for row in chosen[case])
-            out.append(say("summary.unproven" if is_unproven else "summary.none", case[0]))
+            out.append(say(f"summary.{_explain_no_best(chosen[case])}", case[0]))
     return out
+
+
+def _explain_no_best(rows: list[OverviewRow]) -> str:
+    """Return why no row of a case is its best result, as the end of a text's name: the hardware of
+    those that are proven was never seen (`declared`), no rate is proven (`unproven`), or no run is
+    valid (`none`).
+    """
+    if any(row.is_proven and is_hardware_declared(row.first_record) for row in rows):
+        return "declared"
+    return "unproven" if any(row.status == "unproven" for row in rows) else "none"
 
 
 def _list_facts(row: OverviewRow, name_accelerator: bool, say: PageWords) -> list[str]:

@@ -175,6 +175,8 @@ def build_brief_page(records: list[Record], lang: Lang = "en") -> Page:
             Heading(2, mark_task(" · ".join(case), members[0], say)),
             *_summary_elements(rows, question_columns, result_columns, row_names, say),
         ]
+    # requests have no steps to profile
+    has_loads = all(record.task.kind_row.has_load for record in records)
     notes = [say("terminal.interval"), *([say("terminal.repeats")] if any_repeats else [])]
     return Page(
         "",
@@ -182,7 +184,7 @@ def build_brief_page(records: list[Record], lang: Lang = "en") -> Page:
         (
             *out,
             Paragraph(say("gap").join(notes), "muted"),
-            Paragraph(say("terminal.more"), "muted"),
+            Paragraph(say("terminal.more.loads" if has_loads else "terminal.more"), "muted"),
         ),
     )
 

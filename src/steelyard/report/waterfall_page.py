@@ -112,7 +112,8 @@ def _waterfall_elements(
     kernels that are neither matmul nor attention (if `kernels` and profiled), and the path of the
     trace if there is one.
     """
-    out: list[PageElement] = [Paragraph(say("explain.samples"), "muted")]
+    source = "explain.requests" if record.task.kind_row.has_load else "explain.samples"
+    out: list[PageElement] = [Paragraph(say(source), "muted")]
     if waterfall.profile is not None:
         share = format_number("percent", waterfall.profile.wall_s / waterfall.measured_s)
         out = [

@@ -182,7 +182,8 @@ def assemble_record(
     }
     if first is not None:
         updates |= {name: getattr(first, name) for name in ("weights", "clock", "drawn")}
-        updates["engine"] = draft.engine.model_copy(update={"details": first.details})
+        if first.details.model_fields_set or first.details.model_extra:
+            updates["engine"] = draft.engine.model_copy(update={"details": first.details})
     if first is not None and first.data is not None:
         updates |= {
             "data": first.data,

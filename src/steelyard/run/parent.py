@@ -377,6 +377,15 @@ class CaseRun:
         wanted = self.checked.request.identify or conformity.is_tested(engine)
         return conformity.list_modules(engine) if wanted else None
 
+    def _declare_details(self) -> EngineDetails:
+        """Return what is known of the engine before its worker says more: that a server of the
+        user's runs on what they declare.
+        """
+        if not self.checked.engine.endpoint:
+            return EngineDetails()
+        settings = self.checked.request.engine_settings
+        return EngineDetails(is_external=True, device=settings.device, devices=settings.devices)
+
     def _find_engine_identity(self) -> str | None:
         """Return the identity of the engine that all hosts of this run have, or None if they
         differ, or one does not know it or was not asked.
@@ -500,7 +509,7 @@ class CaseRun:
         identity = self._find_engine_identity()
         engine_facts = EngineFacts(
             name=request.engine,
-            details=EngineDetails(),
+            details=self._declare_details(),
             conforms=conformity.read_conformity(checked.engine, identity),
             identity=identity,
         )

@@ -153,6 +153,8 @@ class HttpGenerate:
             as_text = "words" if self._format.word_width else "text"
             details["prompts"] = "ids" if self._format.sends_ids else as_text
         details["scheduling"] = "server"
+        if self.job.settings.logprobs:
+            details["logprobs"] = True
         if self._client_error is not None:
             details |= self._client_error.to_details()
         return details | self._pass_details

@@ -76,7 +76,11 @@ def choose_format(
         errors.append(_shorten(end))
     can_change_prompts = formats[-1].sends_ids and settings.prompts == "auto"
     remedy = _find_remedy(server.client, formats[-1], request, errors[-1], can_change_prompts)
-    raise RequestError(remedy or f"the server refuses requests of this case: {errors[0]}")
+    # the last way asks for least, so that what it is refused for is the reason
+    why = f"the server refuses requests of this case: {errors[-1]}"
+    if errors[-1].startswith("status 404"):
+        why += "; engine.endpoint ends in /v1 on most servers, engine.model is the server's name"
+    raise RequestError(remedy or why)
 
 
 def _send_one(

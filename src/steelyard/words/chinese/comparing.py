@@ -24,6 +24,7 @@ TEXTS: dict[str, str] = {
     "summary.with": "{0}（{1}）",
     "summary.and": "，",
     "summary.none": "{0} 没有有效运行。",
+    "summary.declared": "{0} 的硬件仅为声明，未经查证，不列为最佳结果。",
     "summary.unproven": "{0} 没有已证实的吞吐量。",
     "summary.against": "在 {3} 上，{0} 的单卡速度是 {2} 的 {1} 倍{4}。",
     "summary.significant": "（95 % 区间 {0}）",
@@ -233,6 +234,7 @@ TEXTS: dict[str, str] = {
         "或计入了并未执行的 FLOPs。"
     ),
     "explain.stretch": "分析段",
+    "explain.requests": "仅由请求得出：引擎未报告步骤，故为整个窗口。",
     "explain.samples": "仅由样本得出；用 --explain 运行可区分内核与空隙。",
     "explain.peak": "按标称峰值计算模型 FLOPs",
     "explain.rate": "矩阵乘按实测速率",

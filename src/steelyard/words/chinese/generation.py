@@ -121,7 +121,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
 TEXTS: dict[str, str] = {
     "data.generate": "提示词",
     "tool.generate": "推理服务引擎",
-    "metric.no_window": "请求过少，无法确定窗口，或没有任何应答",
+    "metric.no_window": "请求过少，无法确定窗口（可用 --sample N 增加），或没有任何应答",
     "metric.not_counted": "open 组或引擎未计数时，实际计算量未知",
     "metric.other_definition": "按定义 {stated} 测得；本版本的定义为 {known}",
     "metric.no_tokens_after_first": "窗口内没有请求输出第二个 token 数据块",
@@ -140,7 +140,7 @@ TEXTS: dict[str, str] = {
     "phase.requests": "约定 {convention}，取自逐个执行的请求，共 {time:.4g} 秒",
     "phase.mixed": "窗口内没有仅含{phase}的步骤",
     "phase.unknown": "引擎未区分预填充与解码，且多个请求同时执行",
-    "phase.chunks": "请求的 token 全部在一个数据块中到达，或首个数据块含多个 token",
+    "phase.chunks": "没有请求在第二个数据块中有第二个 token，或首个数据块都含多个 token",
     "phase.short": "没有持续 {least:.2g} 秒以上、遥测可分辨的{phase}时段",
     "phase.stretches": "取自 {count} 个单一阶段的时段",
     "window.concurrency": (
@@ -215,6 +215,9 @@ TEXTS: dict[str, str] = {
     ),
     "client.cpu": "其占用一个核的 {share:.0%}，上限为 {most:.0%}",
     "note.client_slow": "客户端跟不上负载：{what}",
+    "note.bursts": (
+        "{share:.0%} 的数据块在前一块之后 {gap:.2g} 秒内成批到达：TPOT 与交互速率不反映单个 token"
+    ),
     "note.no_client_facts": "记录未说明客户端是否跟得上负载",
     "check.steady.ok": (
         "时延平稳：{name} 的中位数在前三分之一请求为 {first:.4g} 秒，后三分之一为 {last:.4g} 秒"
@@ -262,10 +265,17 @@ TEXTS: dict[str, str] = {
     "check.few_checked.bad": "仅检查了 {checked:,} 个答案；请求的十分之一为 {least:,} 个",
     "note.declared": "服务器并非由本程序启动；其运行于 {device} 仅为声明，未经查证",
     "note.undeclared": "服务器并非由本程序启动，且未声明其硬件（engine.device）",
-    "check.no_window.bad": "请求过少，无法确定窗口；需要更多请求或重复三次运行才能证实速率",
+    "check.no_window.bad": (
+        "请求过少，无法确定窗口；请发送 {least:,} 个或更多（--sample N），或重复三次运行"
+        "（--repeat 3）"
+    ),
+    "check.no_steady_part.bad": (
+        "离线运行须有请求排队（轮转 {least} 次）才有区间；请增加请求（--sample N），或重复三次运行"
+        "（--repeat 3）"
+    ),
     "check.few_turns.bad": (
-        "窗口内负载仅轮转 {count} 次；至少需要 {least} 次才能以 95 % 置信区间证实速率，或重复三"
-        "次运行"
+        "窗口内负载仅轮转 {count} 次（每轮为同时执行的请求数）；至少需要 {least} 次才能证实速率："
+        "请增加请求（--sample N），或重复三次运行（--repeat 3）"
     ),
     "items.request": "个请求",
     "unit.requests/s": "请求/s",

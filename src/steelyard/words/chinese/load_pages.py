@@ -74,7 +74,7 @@ TEXTS: dict[str, str] = {
     "requests.lengths.exact": "固定：每个答案的 token 数与要求一致",
     "requests.lengths.natural": "自然：答案由模型自行结束；不与固定长度比较",
     "requests.sent": "请求数",
-    "requests.sent.text": "发送 {0}，答复 {1}，输出 token {2}",
+    "requests.sent.text": "计划 {0}，答复 {1}，输出 token {2}",
     "requests.outcomes": "结果",
     "requests.outcomes.count": "{1} {0}",
     "requests.error": "错误",

@@ -301,6 +301,7 @@ TEXTS: dict[str, str] = {
     "terminal.more": (
         "更多：--full 显示全部细节，--explain 显示时间去向，--format html --to page.html 生成网页。"
     ),
+    "terminal.more.loads": "更多：--full 显示全部细节，--format html --to page.html 生成带图网页。",
     "terminal.repeats": (
         "含多次运行的行为其中计入的运行的平均值（没有时取未证实或已完成的运行）；± 来自各次运行"
         "之间的差异，仅一次时来自其各步。"

@@ -24,6 +24,9 @@ TEXTS: dict[str, str] = {
     "summary.with": "{0} ({1})",
     "summary.and": " and ",
     "summary.none": "No run of {0} is valid.",
+    "summary.declared": (
+        "{0} ran on hardware that is declared and not seen: it has no best result."
+    ),
     "summary.unproven": "No run of {0} has a proven rate.",
     "summary.against": "On {3}, {0} is {1} times as fast per device as {2}{4}.",
     "summary.significant": " (95 % interval {0})",
@@ -278,6 +281,9 @@ TEXTS: dict[str, str] = {
         "datasheet row is not this device's, or FLOPs were counted that no kernel computed."
     ),
     "explain.stretch": "profiled steps",
+    "explain.requests": (
+        "From the requests alone: the window as a whole, of whose steps the engine reports none."
+    ),
     "explain.samples": "From the samples alone: run with --explain to separate kernels and gaps.",
     "explain.peak": "model FLOPs at the datasheet's peak",
     "explain.rate": "matmuls at the measured rate",

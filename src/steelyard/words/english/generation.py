@@ -199,7 +199,9 @@ MEANINGS: dict[str, tuple[str, str]] = {
 TEXTS: dict[str, str] = {
     "data.generate": "Prompts",
     "tool.generate": "Serving engine",
-    "metric.no_window": "the requests are too few for a window, or none was answered",
+    "metric.no_window": (
+        "the requests are too few for a window (send more: --sample N), or none was answered"
+    ),
     "metric.not_counted": (
         "in division open, and where an engine does not count it, it is unknown what was computed"
     ),
@@ -226,7 +228,9 @@ TEXTS: dict[str, str] = {
     "phase.unknown": (
         "the engine does not tell prefill from decoding, and several requests ran together"
     ),
-    "phase.chunks": "all tokens of a request came in one chunk, or its first chunk has several",
+    "phase.chunks": (
+        "no request has a second token in a second chunk, or all first chunks have several"
+    ),
     "phase.short": (
         "no stretch of {phase} alone lasts {least:.2g} s, so that telemetry could see it"
     ),
@@ -332,6 +336,10 @@ TEXTS: dict[str, str] = {
     ),
     "client.cpu": "it used {share:.0%} of a core; the limit is {most:.0%}",
     "note.client_slow": "the client did not keep up: {what}",
+    "note.bursts": (
+        "{share:.0%} of the chunks came within {gap:.2g} s of the one before, in bursts: TPOT and "
+        "interactivity are not those of tokens"
+    ),
     "note.no_client_facts": "the record does not say how well the client kept up",
     "check.steady.ok": (
         "latencies are steady: {name} has a median of {first:.4g} s in the first third of the "
@@ -402,12 +410,18 @@ TEXTS: dict[str, str] = {
         "the server was not started here, and nothing is declared of its hardware (engine.device)"
     ),
     "check.no_window.bad": (
-        "the requests are too few for a window; more of them, or three repeats, are needed to "
-        "prove a rate"
+        "the requests are too few for a window; send {least:,} or more (--sample N), or run three "
+        "repeats (--repeat 3)"
+    ),
+    "check.no_steady_part.bad": (
+        "an interval of an offline run needs requests that wait, {least} turns of them, for a "
+        "server that runs fewer at a time; send more (--sample N), or run three repeats "
+        "(--repeat 3)"
     ),
     "check.few_turns.bad": (
-        "the window has {count} turns of the load; at least {least} are needed to prove the "
-        "rate by a 95 % interval, or three repeats"
+        "the window has {count} turns of the load, which are as many requests each as run "
+        "together; at least {least} are needed to prove the rate: send more (--sample N), or run "
+        "three repeats (--repeat 3)"
     ),
     "items.request": "requests",
     "unit.requests/s": "requests/s",

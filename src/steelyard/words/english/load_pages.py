@@ -83,7 +83,7 @@ TEXTS: dict[str, str] = {
         "natural: an answer ends where the model ends it; never compared with exact lengths"
     ),
     "requests.sent": "Requests",
-    "requests.sent.text": "{0} sent, {1} answered, {2} output tokens",
+    "requests.sent.text": "{0} planned, {1} answered, {2} output tokens",
     "requests.outcomes": "Outcomes",
     "requests.outcomes.count": "{0} {1}",
     "requests.error": "Error",

@@ -308,6 +308,9 @@ TEXTS: dict[str, str] = {
         "More: --full prints every detail, --explain where the time goes, --format html --to"
         " page.html writes a page."
     ),
+    "terminal.more.loads": (
+        "More: --full prints every detail, --format html --to page.html writes a page with charts."
+    ),
     "terminal.repeats": (
         "A row with several runs shows the means of those that count (if none does, of the "
         "unproven or else the finished ones); ± is from the spread between them, or from the steps "
