@@ -5,13 +5,13 @@ intervals against exact binomial probabilities, and LoadGen itself.
 import json
 import re
 import subprocess
-import sys
 from math import comb
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fixtures.serving import install_tool
 from steelyard.metrics import percentiles
 
 # A program that lets LoadGen measure so many queries of random length, one after another.
@@ -219,8 +219,8 @@ def test_early_stopping_takes_the_value_that_so_many_may_exceed():
 @pytest.mark.long
 @pytest.mark.parametrize(("count", "percentile"), [(64, 90), (700, 90), (3000, 99), (500, 50)])
 def test_loadgen_estimates_the_same_from_the_same_latencies(tmp_path: Path, count, percentile):
-    pytest.importorskip("mlperf_loadgen", reason="pip install mlcommons-loadgen")
-    program = [sys.executable, "-c", LOADGEN_PROGRAM, str(count), str(percentile), str(tmp_path)]
+    python = install_tool("loadgen", "mlcommons-loadgen==6.0.17", "numpy") / "python"
+    program = [python, "-c", LOADGEN_PROGRAM, str(count), str(percentile), str(tmp_path)]
     subprocess.run(program, check=True, timeout=300)
     trace = (tmp_path / "mlperf_log_trace.json").read_text()  # whose last lines are no JSON
     latencies = sorted(int(text) for text in re.findall(r'"complete_ns":(\d+)', trace))

@@ -39,6 +39,17 @@ def test_every_token_of_many_streams_arrives_once(
     assert {(end.outcome, end.counted_by) for end in sink.ends.values()} == {("ok", counted_by)}
 
 
+def test_a_thousand_streams_at_a_time() -> None:
+    """All are open together: the server's first token comes after the last request was sent."""
+    requests = [make_request(number) for number in range(1000)]
+    with open_client(Script(ttft_s=2.0)) as client:
+        sink = send(client, requests, IDS)
+    assert {end.outcome for end in sink.ends.values()} == {"ok"}
+    assert [sum(tokens for tokens, _ in sink.chunks[number]) for number in range(1000)] == [
+        sum(tokens for tokens, _ in sink.chunks[0])
+    ] * 1000
+
+
 def test_a_request_is_marked_once_when_it_begins_to_be_sent() -> None:
     """Not when it is submitted, and also if there is nobody to send it to."""
     with open_client(Script()) as client:

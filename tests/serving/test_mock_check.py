@@ -1,8 +1,8 @@
 """The client's own error on the mock server: known delays come back, and the error is measured."""
 
-import os
 import time
 
+import psutil
 import pytest
 
 from fixtures.serving import IDS, RecordingSink, make_request, open_client, start_mock
@@ -54,6 +54,10 @@ class StampingSink(RecordingSink):
     def __init__(self) -> None:
         super().__init__()
         self.times: dict[int, list[float]] = {}
+        self.sent_s: dict[int, float] = {}
+
+    def mark_sent(self, number):
+        self.sent_s[number] = time.monotonic()
 
     def add_chunk(self, number, tokens, ids=()):
         self.times.setdefault(number, []).append(time.monotonic())
@@ -62,7 +66,7 @@ class StampingSink(RecordingSink):
 @pytest.mark.long
 def test_known_delays_are_measured_within_a_millisecond() -> None:
     """Requests start one after the other, so that no burst of others delays a chunk."""
-    if os.getloadavg()[0] > 0.5:
+    if psutil.cpu_percent(1.0) > 10.0:
         pytest.skip("needs an idle machine")
     script = ("--ttft-s", str(TTFT_S), "--tpot-s", str(TPOT_S))
     ttfts_s: list[float] = []
@@ -73,12 +77,11 @@ def test_known_delays_are_measured_within_a_millisecond() -> None:
             sink = StampingSink()
             http_port = client.make_port(sink, time.monotonic, IDS)
             for number in range(40):
-                sent_s = time.monotonic()
                 http_port.submit(make_request(number, TOKENS))
                 while number not in sink.ends:
                     http_port.wait(None)
                 times = sink.times[number]
-                ttfts_s.append(times[0] - sent_s)
+                ttfts_s.append(times[0] - sink.sent_s[number])
                 tpots_s.append((times[-1] - times[0]) / (TOKENS - 1))
             http_port.close()
     assert sorted(ttfts_s)[20] - TTFT_S < 0.001
@@ -86,3 +89,5 @@ def test_known_delays_are_measured_within_a_millisecond() -> None:
     error = measure_client(time.monotonic, 4)
     assert error is not None
     assert error.median_us < 1000
+    medians = f"{sorted(ttfts_s)[20] - TTFT_S:.6f} s, {sorted(tpots_s)[20] - TPOT_S:.6f} s"
+    print(f"TTFT and TPOT beyond the known delays: {medians}; stamps late by {error}")
