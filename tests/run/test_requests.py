@@ -737,11 +737,11 @@ def test_progress_is_reported_for_each_end():
     ("load", "min_time_s", "count"),
     [
         (OFFLINE, None, 256),
-        (closed(1), None, 64),
+        (closed(1), None, 80),
         (closed(16), None, 160),
-        (open_loop(8), None, 64),
+        (open_loop(8), None, 80),
         (open_loop(8), 60.0, 481),
-        (TRACE, 60.0, 64),
+        (TRACE, 60.0, 80),
         (open_loop(1e6), 1e6, 1_000_000),
     ],
 )
