@@ -10,7 +10,7 @@ other engines' attention.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +59,25 @@ class PackedLayout:
 
 
 PrefixCache = tuple[Tensor, Tensor]  # cached keys and values of one layer: [size, G, D] each
+
+
+class CachedLayout(Protocol):
+    """Where the tokens of a batch lie in a cache of keys and values that `attend` reads and writes
+    (a protocol): paged_attention.py's `PagedLayout`.
+    """
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kernel: str,
+        cache: PrefixCache | None,
+        window: int | None,
+    ) -> Tensor:
+        """Add the new keys and values to a layer's cache, in place, and return the attention of the
+        queries to all that they see, [T, H, D].
+        """
 
 
 def make_packed_layout(
@@ -308,13 +327,14 @@ def attend_packed_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: PackedLayout,
+    layout: PackedLayout | CachedLayout,
     kernel: str,
     prefix: PrefixCache | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Return attention of packed rows by the named kernel of `ATTENTION_KERNELS`, [Tq, H, D]; q is
-    [Tq, H, D] or by key group, [Tq, G, H / G, D], k and v are [Tk, G, D].
+    [Tq, H, D] or by key group, [Tq, G, H / G, D], k and v are [Tk, G, D]. A `CachedLayout` computes
+    it by itself, with `prefix` as the layer's cache.
 
     `prefix` holds the cached keys and values of shared prefixes, read only if the layout has
     `gather`; ValueError is raised if it is missing then, if the kernel is unknown, or if it has no
@@ -323,6 +343,8 @@ def attend_packed_rows(
     bit-identical attention from a kernel that treats rows alike. Inside torch.compile without
     gradients it calls the custom op.
     """
+    if not isinstance(layout, PackedLayout):
+        return layout.attend(q, k, v, kernel, prefix, window)
     if layout.gather is not None and prefix is None:
         raise ValueError("a layout with shared prefixes needs their cached keys and values")
     used_prefix = prefix if layout.gather is not None else None

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from steelyard.kernels.rotary import rotate
 from steelyard.kernels.swiglu import swiglu_interleaved
-from steelyard.models.attention import PackedLayout, PrefixCache, attend_packed_rows
+from steelyard.models.attention import CachedLayout, PackedLayout, PrefixCache, attend_packed_rows
 from steelyard.models.shapes import LinearRope, Llama3Rope
 
 
@@ -111,7 +111,7 @@ class LlamaBlock(nn.Module):
         delta: Tensor,
         cos: Tensor,
         sin: Tensor,
-        layout: PackedLayout,
+        layout: PackedLayout | CachedLayout,
         kernel: str,
         prefix: PrefixCache | None,
     ) -> BlockOutput:
@@ -188,7 +188,7 @@ class Llama(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        layout: PackedLayout,
+        layout: PackedLayout | CachedLayout,
         kernel: str,
         prefix: list[PrefixCache] | None = None,
         keep: slice | None = None,
@@ -226,7 +226,7 @@ class Llama(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        layout: PackedLayout,
+        layout: PackedLayout | CachedLayout,
         kernel: str,
         pick: Tensor,
         prefix: list[PrefixCache] | None = None,

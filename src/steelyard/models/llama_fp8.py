@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from steelyard.errors import RequestError
 from steelyard.kernels import fp8, fp8_fused, jit
 from steelyard.kernels.fp8 import ALIGNED, E4M3, Fp8Matrix, multiply_fp8
-from steelyard.models.attention import PackedLayout, PrefixCache, attend_packed_rows
+from steelyard.models.attention import CachedLayout, PackedLayout, PrefixCache, attend_packed_rows
 from steelyard.models.llama import BlockOutput, Llama, LlamaBlock, LlamaShape
 from steelyard.models.llama_fused import BlockKernels, GradientOf, add_product, split_qkv_fused
 from steelyard.models.tensors import apply_function
@@ -349,7 +349,7 @@ class Fp8TrainBlock:
         delta: Tensor,
         cos: Tensor,
         sin: Tensor,
-        layout: PackedLayout,
+        layout: PackedLayout | CachedLayout,
         kernel: str,
         prefix: PrefixCache | None,
     ) -> BlockOutput:
@@ -412,7 +412,7 @@ class Fp8ScoreBlock:
         delta: Tensor,
         cos: Tensor,
         sin: Tensor,
-        layout: PackedLayout,
+        layout: PackedLayout | CachedLayout,
         kernel: str,
         prefix: PrefixCache | None,
     ) -> BlockOutput:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.kernels import add_norm, jit, qk_norm, rotary, swiglu
-from steelyard.models.attention import PackedLayout, PrefixCache, attend_packed_rows
+from steelyard.models.attention import CachedLayout, PackedLayout, PrefixCache, attend_packed_rows
 from steelyard.models.llama import BlockOutput, LlamaBlock
 from steelyard.models.tensors import apply_function
 
@@ -374,7 +374,7 @@ class FusedBlock:
         delta: Tensor,
         cos: Tensor,
         sin: Tensor,
-        layout: PackedLayout,
+        layout: PackedLayout | CachedLayout,
         kernel: str,
         prefix: PrefixCache | None,
     ) -> BlockOutput:
