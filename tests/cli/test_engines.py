@@ -150,7 +150,7 @@ def test_engines_without_a_server_are_left_out(monkeypatch: pytest.MonkeyPatch) 
     )
     natural = make_requests("question.data.lengths=natural", case="llama3-8b-generate")
     runs, left_out = verb.check_engine_requests(natural)
-    assert [entry.engine.name for entry in runs] == ["transformers"]
+    assert [entry.engine.name for entry in runs] == ["torch", "transformers"]
     reasons = {entry.engine: entry.reason for entry in left_out if entry.engine in SERVERS}
     install = "which is not installed here; name a Python that has it: --set engine.python="
     assert reasons == {

@@ -360,9 +360,9 @@ def test_prompts_are_texts_with_data_and_ids_without(
         (request.resolved.case.question.data.source, request.tokenizer, request.engine)
         for request in requests
     ] == [
-        ("ids", None, "transformers"),
-        ("texts", None, "transformers"),
-        ("texts", Path("t.json"), "transformers"),
+        ("ids", None, "torch"),
+        ("texts", None, "torch"),
+        ("texts", Path("t.json"), "torch"),
     ]
     question = requests[0].resolved.case.question
     assert (question.data.prompt_tokens, question.data.output_tokens) == (410, 102)

@@ -119,7 +119,7 @@ def list_default_numbers(name: str, run: list[int]) -> list[int]:
         ((), True),
         (("--precision", "bf16"), True),
         (("--precision", "tf32"), False),
-        (("--precision", "fp8"), False),
+        (("--precision", "fp8"), True),
         (("--steps", "2"), False),
         (("--explain",), False),
         (("--devices", "2"), False),
@@ -135,7 +135,7 @@ def test_smoke_leaves_generation_out_where_an_option_is_none_for_it(
     engines = {
         request.engine for request in requests if request.resolved.case.question.load is not None
     }
-    assert engines == ({"transformers"} if generates else set())
+    assert engines == ({"torch"} if generates else set())
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
         "megatron": llama,
         "paddle": ["aquila2-7b-alpaca", "llama1-13b-openwebtext", CORPUS],
         "reference": [RECORD],
-        "torch": others,
+        "torch": sorted([*others, *generation]),
         "transformers": sorted([*llama, *generation]),
         "transformers-serve": generation,
         "vllm": generation,
@@ -305,13 +305,14 @@ def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
         "score_texts",
         "train_rows",
         "train_cloze",
+        "generate",
         "check_answers",
     ]
     assert engines["paddle"]["trains_in"] == ["fp32", "tf32", "fp16-o2", "bf16-o2"]
     listing = " ".join(shell("list").out.split())
     assert "; closed; fp32, tf32, fp16-o2, bf16-o2; TP PP DP" in listing
     named = "fp32, tf32, fp16, bf16, fp8, bf16-pure, fp8-pure"
-    assert f" torch {', '.join(others)}; closed, open; {named}; TP PP DP" in listing
+    assert f" torch all cases; closed, open; {named}; TP PP DP" in listing
     assert f" transformers {', '.join(sorted([*llama, *generation]))}; closed; " in listing
     assert "needs --set engine.endpoint=URL, the address of a server" in listing
     assert f"untried: {engine_rows.VLLM.untried}" in listing

@@ -95,7 +95,7 @@ def _everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
             {"precision": "fp8"},
             ("engine transformers does not compute matmuls in fp8; allowed: fp32, fp16, bf16"),
         ),
-        ({"engine": "torch"}, "engine 'torch' does not run llama3-8b-generate; allowed: "),
+        ({"engine": "megatron"}, "engine 'megatron' does not run llama3-8b-generate; allowed: "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -176,7 +176,7 @@ def test_settings_that_an_engine_does_not_read_are_refused(
 
 def test_engines_that_lack_something_are_left_out_of_all() -> None:
     """`--engine all` takes an EngineError as a reason to go on without the engine."""
-    for engine in ("http", "torch"):
+    for engine in ("http", "megatron"):
         with pytest.raises(EngineError):
             check_request(make_request(engine=engine))
 

@@ -86,6 +86,22 @@ class Tune(FrozenModel):
         le=MAX_COUNT,
         description="scoring: tokens computed together in one batch; in a case also auto",
     )
+    kv_blocks: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_COUNT,
+        description="generation: blocks of the cache of keys and values; default: what is free",
+    )
+    kv_admission: Literal["outputs", "prompts"] = Field(
+        "outputs",
+        description=(
+            "generation: what must fit into the cache before a request begins: its prompt, or also"
+            " all outputs that are to come"
+        ),
+    )
+    max_sequences: int = Field(
+        256, ge=1, le=MAX_COUNT, description="generation: sequences that decode together, at most"
+    )
     micro_batch: int = Field(
         1, ge=1, le=MAX_COUNT, description="training: rows computed together; in a case also auto"
     )

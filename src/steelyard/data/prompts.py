@@ -102,7 +102,6 @@ class PromptRequests:
                 f" {LEAST_VOCAB} or more"
             )
         prompts = _find_bounds(self.prompt_rule, self.source.prompt_lens)
-        outputs = _find_bounds(self.output_rule, self.source.output_lens)
         if prompts[0] <= self.most_salt_tokens:
             raise RequestError(
                 f"a prompt of {prompts[0]} tokens has no room for its salt, which takes up to"
@@ -115,12 +114,18 @@ class PromptRequests:
                 f"no document has {prompts[1]} tokens, the longest has {longest}; ask for shorter"
                 " prompts (question.data.prompt_tokens)"
             )
-        most = self._find_most_tokens(prompts[1], outputs[1])
+        most = self.find_most_tokens()
         if most > self.positions:
             raise RequestError(
                 f"a prompt and its output have up to {most} tokens, more than the model's"
                 f" {self.positions} positions; ask for fewer (question.data.output_tokens)"
             )
+
+    def find_most_tokens(self) -> int:
+        """Return the most tokens that a request has with its output."""
+        prompts = _find_bounds(self.prompt_rule, self.source.prompt_lens)
+        outputs = _find_bounds(self.output_rule, self.source.output_lens)
+        return self._find_most_tokens(prompts[1], outputs[1])
 
     def _find_most_tokens(self, prompt: int, output: int) -> int:
         """Return the most tokens of a prompt with its output, whose most are `prompt` and `output`:

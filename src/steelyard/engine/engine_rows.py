@@ -204,6 +204,7 @@ TORCH = EngineRow(
         "score_texts": "steelyard.engines.torch.score:TorchScore",
         "train_rows": "steelyard.engines.torch.train:TorchTrain",
         "train_cloze": "steelyard.engines.torch.train_cloze:TorchCloze",
+        "generate": "steelyard.engines.torch.generate.engine:TorchGenerate",
         "check_answers": "steelyard.engines.torch.score:TorchScore",
     },
     families=("llama", "glm"),

@@ -5,7 +5,7 @@ pass a reference engine computes, after the same tokens, how far each generated 
 likeliest one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,14 +82,46 @@ def collect_answers(
     failed, and those of which the prompt that the model saw or the tokens are not known, cannot be
     checked; the next ones of the draw are in their place.
     """
-    sent, rows = len(trace.states), dict[int, tuple[list[int], list[int]]]()
+
+    def find(number: int) -> tuple[list[int], list[int]] | None:
+        """Return a request's prompt as the model saw it, and its answer; None if one is unknown."""
+        ids = trace.get_output_ids(number, requests)
+        prompt = SEEN_PROMPTS[sent_as](trace.states[number], requests)
+        return None if prompt is None or not ids else (prompt, ids)
+
+    return _select_answers(len(trace.states), find, requests, every)
+
+
+def choose_answers(
+    ids: Mapping[int, list[int]], requests: PromptRequests, every: bool
+) -> AnsweredTexts:
+    """Return the answers that are to be checked, as `collect_answers` does, of a rank that knows
+    the `ids` of every request, by its number.
+    """
+
+    def find(number: int) -> tuple[list[int], list[int]] | None:
+        """Return a request's prompt and answer."""
+        return ([*requests.make(number).prompt], ids[number]) if ids.get(number) else None
+
+    return _select_answers(max(ids, default=-1) + 1, find, requests, every)
+
+
+def _select_answers(
+    sent: int,
+    find: Callable[[int], tuple[list[int], list[int]] | None],
+    requests: PromptRequests,
+    every: bool,
+) -> AnsweredTexts:
+    """Return the answers of as many requests as are to be checked, in the order of the draw, of
+    those whose prompt and answer `find` returns, and which the model has positions for.
+    """
+    rows = dict[int, tuple[list[int], list[int]]]()
     for number in requests.order_checked(sent):
         if len(rows) == (sent if every else count_checked(sent)):
             break
-        ids = trace.get_output_ids(number, requests)
-        prompt = SEEN_PROMPTS[sent_as](trace.states[number], requests)
-        if ids and prompt is not None and len(prompt) + len(ids) <= requests.positions:
-            rows[number] = (prompt, ids)
+        found = find(number)
+        if found is not None and len(found[0]) + len(found[1]) <= requests.positions:
+            rows[number] = found
     numbers = sorted(rows)
     return AnsweredTexts(
         numbers,

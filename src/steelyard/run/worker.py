@@ -35,7 +35,7 @@ from steelyard.run.answer_check import (
 from steelyard.run.clock import now, read_cpu_time_s
 from steelyard.run.exchange_check import check_all_reduce
 from steelyard.run.explain import count_profiled_steps, profile_steps
-from steelyard.run.generation_pass import collect_results, drive_requests, make_checker
+from steelyard.run.generation_pass import make_checker, run_requests
 from steelyard.run.measure import PassTrace, measure_bare
 from steelyard.run.messages import WorkerEvent
 from steelyard.run.rank_process import RankProcess, run_rank_process
@@ -380,21 +380,27 @@ class Worker(RankProcess):
     ) -> None:
         """Run one pass of requests in its loop, and add its window, the steps of the engine, the
         request samples and the answers that are to be checked to the rank file, which is written at
-        the end with status `running`.
+        the end with status `running`. The other ranks of a tensor-parallel group compute the steps
+        that their first one plans, and have no request samples.
         """
-        loop, steps = drive_requests(
-            self, self.case, engine, pass_name, framework, requests, self.spec.scope.min_time_s
+        results = run_requests(
+            self,
+            self.case,
+            engine,
+            pass_name,
+            framework,
+            requests,
+            self.spec.scope.min_time_s,
+            leads=self.place.tp == 0,
         )
+        self._answers, steps = results.answers, results.steps
         self._store_pass(pass_name, steps, steps.make_samples(pass_name, self.rank), framework)
-        with self.budget.part(f"outputs_{pass_name}"):
-            samples, self._answers = collect_results(
-                loop.make_trace(steps, pass_name, self.rank), self.case, requests, engine
-            )
+        if results.samples is not None:
             answers = self.task.check(self._answers.to_outputs(), self.outputs)
-        self._update_rank_file(
-            requests=[*self.rank_file.requests, samples],
-            outputs={**self.rank_file.outputs, pass_name: answers},
-        )
+            self._update_rank_file(
+                requests=[*self.rank_file.requests, results.samples],
+                outputs={**self.rank_file.outputs, pass_name: answers},
+            )
         self.write_rank_file("running", None)
 
     def _check_answers(self, engine: Any, pass_name: str, framework: Framework, group: Any) -> None:

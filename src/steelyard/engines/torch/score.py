@@ -49,7 +49,9 @@ class TorchScore(ScoringLoop):
         by `prepare`.
         """
         batches = plan_packed_batches(job, "torch")
-        super().__init__(job, TorchScorer(job, batches.prefix_rows), batches)
+        longest = max(map(len, job.inputs.rows), default=0)
+        prefix_rows = batches.prefix_rows if job.case.question.division == "open" else None
+        super().__init__(job, TorchScorer(job, prefix_rows, longest), batches)
 
 
 class TorchScorer(Scorer):
@@ -66,15 +68,15 @@ class TorchScorer(Scorer):
     compiles = True
     model: Llama
 
-    def __init__(self, job: Job, prefix_rows: int) -> None:
+    def __init__(self, job: Job, prefix_rows: int | None, longest: int) -> None:
         """Store the job and choose the attention kernel (RequestError if it cannot be used); the
-        model is built by `load`. `prefix_rows` is the length of the longest shared prefix in
-        tokens.
+        model is built by `load`. `prefix_rows` is the length of the longest shared prefix in tokens
+        (None: no prefix is cached), `longest` that of the longest text.
         """
         self.job, self.question, self.prefix_rows = job, job.case.question, prefix_rows
         self.device: torch.device = job.device.torch_device
         self.fp8 = self.question.precision.matmul == "fp8"
-        self.kernel = choose_scoring_attention(job)
+        self.kernel = choose_scoring_attention(job, prefix_rows is not None, longest)
         self.blocks: Blocks | None = None
         self.compiled: Blocks | None = None
         self.prefix: list[PrefixCache] | None = None
@@ -108,7 +110,7 @@ class TorchScorer(Scorer):
         if self.fp8:
             llama_fp8.check_fp8_sizes(self.model.shape)
             llama_fp8.convert_to_fp8(self.model)
-        if question.division == "open":
+        if self.prefix_rows is not None:
             self.prefix = self.model.make_empty_prefix(self.prefix_rows)
         return weights_source
 
@@ -175,16 +177,15 @@ class TorchScorer(Scorer):
         return {"attention": self.kernel, **fp8_details}
 
 
-def choose_scoring_attention(job: Job) -> str:
+def choose_scoring_attention(job: Job, shares_prefixes: bool, longest: int) -> str:
     """Return the attention kernel that `tune.attention` names, or the fastest of this device for
-    `auto` (`rows` if that one has no window, and the longest text is longer than the model's
-    window).
+    `auto` (`rows` if that one has no window, and the longest text, of `longest` tokens, is longer
+    than the model's window).
 
     Raises RequestError for an unknown kernel, cudnn in division open, and a named kernel without a
     window if one is needed.
     """
     question, tune = job.case.question, job.case.tune
-    shares_prefixes = question.division == "open"
     kernel = tune.attention
     if kernel == "auto":
         kernel = choose_fastest_kernel(
@@ -195,7 +196,6 @@ def choose_scoring_attention(job: Job) -> str:
             "tune.attention='cudnn' has no shared prefixes; allowed in division open: auto, packed,"
             " flash, efficient, rows"
         )
-    longest = max(map(len, job.inputs.rows), default=0)
     return choose_windowed_kernel(
         check_attention_kernel(kernel, False), question.model.window, longest, tune.attention
     )

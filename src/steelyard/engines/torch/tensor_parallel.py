@@ -23,8 +23,8 @@ class TensorParallelGroup:
     (index of count) of the model that it has, and `group`, torch's process group (None for one
     rank, the default). Made by `create_tensor_parallel_group`.
 
-    `total` sums a tensor over the group in place, `gather` stacks every rank's tensor; all ranks
-    call them together. A group of one sends nothing.
+    `total` sums a tensor over the group in place, `gather` stacks every rank's tensor, `broadcast`
+    gives all the first rank's; all ranks call them together. A group of one sends nothing.
     """
 
     share: Shard = WHOLE
@@ -48,6 +48,14 @@ class TensorParallelGroup:
         parts = [torch.empty_like(part) for _ in range(self.share.count)]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.stack(parts)
+
+    def broadcast(self, part: Tensor) -> Tensor:
+        """Overwrite a tensor with that of this group's first rank, and return it; all ranks of the
+        group must call it. In a group of one it is unchanged.
+        """
+        if self.share.count > 1:
+            dist.broadcast(part, group_src=0, group=self.group)
+        return part
 
 
 def create_tensor_parallel_group(
