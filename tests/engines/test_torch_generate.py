@@ -9,51 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from steelyard.accelerators.cpu_torch import CpuTorchDevice
-from steelyard.case.request import EngineSettings
-from steelyard.case.resolve import resolve_case
+from fixtures.generation_jobs import REQUESTS, make_job, make_loop, run_pass
 from steelyard.engine import engine_rows
 from steelyard.engine.job import Job
-from steelyard.engines.torch.tensor_parallel import TensorParallelGroup
 from steelyard.engines.transformers.score import TransformersScorer
-from steelyard.plan import degrees
+from steelyard.models.shapes import LinearRope
 from steelyard.run.clock import now
-from steelyard.run.requests import RequestLoop, RequestTrace
-from steelyard.tasks.task import Sources
+from steelyard.run.requests import RequestTrace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-REQUESTS = 6
-
-
-def make_job(*settings: str, requests: int = REQUESTS) -> Job:
-    case = resolve_case("llama3-8b-generate", size="smoke", settings=list(settings)).case
-    described = case.question.describe_for_task(Sources(None, None, None), requests, True, {})
-    plan = degrees.make_single_plan()
-    return Job(
-        case=case,
-        work="generate",
-        inputs=case.question.task_row.prepare(replace(described, salt="5a" * 16)).inputs,
-        weights=None,
-        device=CpuTorchDevice(0, now),
-        rank=0,
-        world=1,
-        plan=plan,
-        place=degrees.find_position(plan, 0),
-        group=TensorParallelGroup(),
-        steps=None,
-        settings=EngineSettings(),
-    )
-
-
-def run_pass(engine: Any, job: Job) -> RequestTrace:
-    load = job.case.question.load
-    assert load is not None
-    loop = RequestLoop(job.inputs, load, job.device)
-    engine.prepare("generate", lambda name: nullcontext())
-    loop.plan()
-    with engine.open_port("generate", loop, now) as port:
-        steps = loop.run(port)
-    return loop.make_trace(steps, "generate")
 
 
 def generate_plainly(job: Job, trace: RequestTrace) -> list[list[int]]:
@@ -109,6 +73,19 @@ def test_tokens_are_those_of_transformers(settings: tuple[str, ...]) -> None:
         assert engine.details()["preemptions"] > 0
 
 
+@pytest.mark.parametrize("scaling", [None, LinearRope(kind="linear", factor=4.0)])
+def test_tokens_under_every_scaling_of_rotary_positions(scaling: LinearRope | None) -> None:
+    """That of Llama 3 is the case's own."""
+    job = make_job("load.mode=offline")
+    question = job.case.question
+    model = question.model.model_copy(update={"rope_scaling": scaling})
+    question = question.model_copy(update={"model": model})
+    job = replace(job, case=job.case.model_copy(update={"question": question}))
+    trace = run_pass(engine_rows.load_engine("torch", "generate")(job), job)
+    answers = [trace.get_output_ids(number, job.inputs) for number in range(REQUESTS)]
+    assert answers == generate_plainly(job, trace)
+
+
 def test_a_text_ends_at_the_token_that_ends_it() -> None:
     """What was launched behind the end is dropped, and its blocks are free again."""
     job = make_job("load.mode=offline", "question.data.output_tokens=12")
@@ -118,10 +95,7 @@ def test_a_text_ends_at_the_token_that_ends_it() -> None:
     end = answers[0][4]
     engine: Any = engine_rows.load_engine("torch", "generate")(job)
     engine.prepare("generate", lambda name: nullcontext())
-    load = job.case.question.load
-    assert load is not None
-    loop = RequestLoop(job.inputs, load, job.device)
-    loop.plan()
+    loop = make_loop(job)
     with engine.open_port("generate", loop, now) as port:
         port._end_token = end
         loop.run(port)

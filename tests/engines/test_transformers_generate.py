@@ -5,61 +5,19 @@ every way of running requests.
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from steelyard.accelerators.cpu_torch import CpuTorchDevice
-from steelyard.case.request import EngineSettings
-from steelyard.case.resolve import resolve_case
+from fixtures.generation_jobs import REQUESTS, make_job, make_loop, run_pass
 from steelyard.engine import engine_rows
 from steelyard.engine.generation import RequestEnd
-from steelyard.engine.job import Job
 from steelyard.engines.transformers import generate
 from steelyard.errors import RequestError
-from steelyard.plan import degrees
 from steelyard.run.clock import now
-from steelyard.run.requests import RequestLoop, RequestTrace
-from steelyard.tasks.task import Sources
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-REQUESTS = 6
-SALT = "5a" * 16
-
-
-def make_job(*settings: str) -> Job:
-    """Return the job of one rank on a CPU for the smoke case with these settings of `--set`."""
-    case = resolve_case("llama3-8b-generate", size="smoke", settings=list(settings)).case
-    described = case.question.describe_for_task(Sources(None, None, None), REQUESTS, True, {})
-    plan = degrees.make_single_plan()
-    return Job(
-        case=case,
-        work="generate",
-        inputs=case.question.task_row.prepare(replace(described, salt=SALT)).inputs,
-        weights=None,
-        device=CpuTorchDevice(0, now),
-        rank=0,
-        world=1,
-        plan=plan,
-        place=degrees.find_position(plan, 0),
-        group=None,
-        steps=None,
-        settings=EngineSettings(),
-    )
-
-
-def run_pass(engine: Any, job: Job) -> RequestTrace:
-    """Run a pass of all requests through the engine's port and return its trace."""
-    load = job.case.question.load
-    assert load is not None
-    loop = RequestLoop(job.inputs, load, job.device)
-    engine.prepare("generate", lambda name: nullcontext())
-    loop.plan()
-    with engine.open_port("generate", loop, now) as port:
-        steps = loop.run(port)
-    return loop.make_trace(steps, "generate")
 
 
 @pytest.fixture
@@ -129,10 +87,7 @@ def test_requests_fail_when_the_thread_of_the_library_ends(engines: list[Any]) -
     engines.append(engine)
     engine.prepare("generate", lambda name: nullcontext())
     engine._backend._manager.stop(block=True, timeout=60)
-    load = job.case.question.load
-    assert load is not None
-    loop = RequestLoop(job.inputs, load, job.device)
-    loop.plan()
+    loop = make_loop(job)
     with engine.open_port("generate", loop, now) as port:
         trace = loop.make_trace(loop.run(port), "generate")
     assert [state.end.outcome for state in trace.states] == ["failed"] * REQUESTS
@@ -197,10 +152,7 @@ def test_requests_one_by_one_fail_when_their_thread_dies(
         raise AssertionError("a defect of the library")
 
     monkeypatch.setattr(engine._backend, "_generate", break_down)
-    load = job.case.question.load
-    assert load is not None
-    loop = RequestLoop(job.inputs, load, job.device)
-    loop.plan()
+    loop = make_loop(job)
     with engine.open_port("generate", loop, now) as port:
         trace = loop.make_trace(loop.run(port), "generate")
     assert [state.end.outcome for state in trace.states] == ["failed"] * REQUESTS
