@@ -44,6 +44,38 @@ def test_a_request_begins_once_all_outputs_to_come_fit():
         assert describe(scheduler.plan_step()) == ("prefill", [(number, 0, 4) for number in begun])
 
 
+def test_a_cache_for_two_requests_runs_two_at_any_time():
+    """Each needs one block to its end: a new one does not wait for the end of the other."""
+    scheduler = Scheduler(blocks=2, block_tokens=64, slots=2, batch_tokens=64)
+    scheduler.add(0, prompt_tokens=48, output_tokens=8)
+    assert describe(scheduler.plan_step()) == ("prefill", [(0, 0, 48)])
+    assert describe(scheduler.plan_step()) == ("decode", [(0, 48, 49)])
+    scheduler.add(1, prompt_tokens=48, output_tokens=8)
+    assert describe(scheduler.plan_step()) == ("prefill", [(1, 0, 48)])
+
+
+def test_what_fits_is_counted_block_by_block():
+    """Against a count of every block in every step, with all bounds left out."""
+    draw = random.Random(3)
+    for _ in range(2000):
+        blocks, block_tokens = draw.randint(1, 12), draw.choice((1, 3, 8))
+        scheduler = Scheduler(blocks, block_tokens, 8, 8)
+        sequences = []
+        for number in range(draw.randint(1, 6)):
+            prompt, output = draw.randint(1, 20), draw.randint(1, 12)
+            known = prompt + draw.randint(0, output - 1)
+            sequences.append(GeneratedSequence(number, prompt, prompt + output, known))
+        most = max(
+            sum(
+                -(-(one.tokens + step) // block_tokens)
+                for one in sequences
+                if one.tokens + step < one.limit
+            )
+            for step in range(12)
+        )
+        assert scheduler._fit_together(sequences) == (most <= blocks)
+
+
 def test_the_sequence_admitted_last_is_preempted_and_computed_again_with_its_tokens():
     scheduler = Scheduler(blocks=3, block_tokens=4, slots=2, batch_tokens=64, admission="prompts")
     for number in range(2):

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from steelyard.errors import RequestError
 
 Admission = Literal["outputs", "prompts"]
@@ -197,14 +199,17 @@ class Scheduler:
         in every step: at the end of each, those that are left have as many more tokens.
         """
         left = sorted(((one.limit - one.tokens, one.tokens) for one in sequences), reverse=True)
-        tokens = 0
-        for count, (steps, known) in enumerate(left, start=1):
-            tokens += known
-            cached = tokens + count * (steps - 1)  # the last token of a sequence is never an input
-            # of each sequence the last block may hold a single token
-            if (cached + count * (self.block_tokens - 1)) // self.block_tokens > self.blocks:
-                return False
-        return True
+        steps, known = np.array(left, np.int64).T
+        count = np.arange(1, len(left) + 1)
+        # at the end of each sequence: the last token of one is never an input
+        cached = np.cumsum(known) + count * (steps - 1)
+        most = (cached + count * (self.block_tokens - 1)) // self.block_tokens
+        if (most <= self.blocks).all():
+            return True  # even if the last block of each holds a single token
+        if (-(-cached // self.block_tokens) > self.blocks).any():
+            return False  # even if the last block of each is full
+        lengths = np.tril(known[None, :] + steps[:, None] - 1)
+        return bool(((-(-lengths // self.block_tokens)).sum(1) <= self.blocks).all())
 
     def _plan_decode(self) -> Step | None:
         """Return a step with one token of each decoding sequence, oldest first, for which blocks
