@@ -328,6 +328,13 @@ def test_the_lead_names_the_fastest_engine_of_each_load(lang: report.Lang) -> No
     assert "6,669" not in lead
 
 
+def test_the_lead_says_that_declared_hardware_has_no_best_result() -> None:
+    details = {"is_external": True, "device": "One"}
+    lead = read_lead(made.make_sweep("http", points=made.SWEEP[:1], details=details))
+    assert "ran on hardware that is declared and not seen: it has no best result." in lead
+    assert "No run of" not in lead
+
+
 def test_accelerators_are_compared_at_the_same_load_only() -> None:
     here = made.make_sweep()[:2]
     there = [
@@ -428,6 +435,21 @@ def test_a_waterfall_needs_counts_of_what_was_computed(division: str, count: int
     record = record.model_copy(update={"case": case})
     assert len(make_waterfalls(record)) == count
     assert "C16" in report.render_text(report.build_waterfall_page([record], "en"), 100)
+
+
+def test_declared_hardware_has_no_waterfall_and_loads_no_advice_to_profile() -> None:
+    external = {"name": "http", "details": {"is_external": True}}
+    record = made.make_generation_record()
+    declared = record.model_copy(
+        update={
+            "engine": type(record.engine).model_validate({**record.engine.model_dump(), **external})
+        }
+    )
+    assert not make_waterfalls(declared)
+    text = report.render_text(report.build_waterfall_page([record], "en"), 100)
+    assert "of whose steps the engine reports none" in " ".join(text.split())
+    brief = report.render_text(report.build_brief_page([record], "en"))
+    assert "--explain" not in brief
 
 
 def test_nothing_is_published_in_flagperf_s_form() -> None:

@@ -109,6 +109,24 @@ def test_a_server_that_fails_in_the_pass_leaves_a_record_with_the_outcome(
 
 
 @pytest.mark.full
+def test_a_run_that_is_ended_in_the_pass_is_marked_declared(shell: Shell) -> None:
+    settings = ("engine.device=One", "engine.devices=2", "engine.timeout_s=60")
+    options = ("--fault", "hang", "--fault-after", str(WARMUPS))
+    with start_mock(*VOCAB, *options) as endpoint:
+        done = shell(
+            *("run", CASE, "--size", "smoke", "--accelerator", "cpu", "--engine", "http"),
+            *("--set", f"engine.endpoint={endpoint}", "--sample", REQUESTS, "--time-limit", "8"),
+            *(part for setting in settings for part in ("--set", setting)),
+            *("--out", shell.out),
+        )
+    [record] = shell.records()
+    assert (done.code, record["status"]) == (1, "failed"), done.err
+    details = record["engine"]["details"]
+    assert details == {"is_external": True, "device": "One", "devices": 2}
+    assert shell.wait_until_ended(5.0)
+
+
+@pytest.mark.full
 def test_a_server_that_dies_in_the_pass_leaves_a_record(shell: Shell) -> None:
     options = ("--fault", "die", "--fault-after", str(WARMUPS + 2), "--tpot-s", "0.02")
     with start_mock(*VOCAB, *options) as endpoint:

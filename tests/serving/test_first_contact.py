@@ -129,6 +129,15 @@ def test_a_chat_takes_texts(has_text: bool, prompts: str, remedy: str) -> None:
     )
 
 
+def test_a_wrong_address_or_name_is_named() -> None:
+    line = read_refusal(
+        Script(fault="status", status=404), make_requests("natural"), EngineSettings()
+    )
+    assert line.endswith(
+        "; engine.endpoint ends in /v1 on most servers, engine.model is the server's name"
+    )
+
+
 @pytest.mark.parametrize("lengths", ["exact", "natural"])
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_a_server_that_answers_every_form_with_an_error_is_not_measured(
