@@ -62,8 +62,8 @@ PrefixCache = tuple[Tensor, Tensor]  # cached keys and values of one layer: [siz
 
 
 class CachedLayout(Protocol):
-    """Where the tokens of a batch lie in a cache of keys and values that `attend` reads and writes
-    (a protocol): paged_attention.py's `PagedLayout`.
+    """A layout of a batch whose keys and values lie in a cache, which `attend` reads and writes (a
+    protocol); implemented by paged_attention.py's `PagedLayout`.
     """
 
     def attend(

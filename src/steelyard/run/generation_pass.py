@@ -81,6 +81,15 @@ def run_requests(
     return RequestResults(steps, samples, answers)
 
 
+def _begin_pass(process: RankProcess, framework: Framework, pass_name: str, count: int) -> None:
+    """Wait for all ranks, reset the memory peaks, and report that none of `count` requests has
+    ended.
+    """
+    framework.barrier()
+    framework.reset_memory()
+    process.write_progress(pass_name, 0, count)
+
+
 def drive_requests(
     process: RankProcess,
     case: Case,
@@ -100,9 +109,7 @@ def drive_requests(
     load, count = case.question.load, requests.count
     if load is None:
         raise ValueError(f"{case.name} has no load")
-    framework.barrier()
-    framework.reset_memory()
-    process.write_progress(pass_name, 0, count)
+    _begin_pass(process, framework, pass_name, count)
     loop = RequestLoop(
         requests,
         load,
@@ -181,9 +188,7 @@ def follow_requests(
     return the answers that are to be checked, which are those of that rank, and the borders of the
     pass. All ranks wait for one another first, and the memory peaks are reset.
     """
-    framework.barrier()
-    framework.reset_memory()
-    process.write_progress(pass_name, 0, requests.count)
+    _begin_pass(process, framework, pass_name, requests.count)
     followed = FollowedRequests(
         framework,
         lambda done: process.write_progress(

@@ -86,9 +86,9 @@ class RequestFormat:
 
 @dataclass
 class PassSums:
-    """What answers say beside their tokens, over a pass, by the number of the request: how many
-    tokens of its prompt came from a cache (`cached`), and its `distances`. Requests whose answer
-    does not say are missing.
+    """Facts that the answers of a pass state beside their tokens, by the number of the request: how
+    many tokens of its prompt came from a cache (`cached`), and its `distances`. Requests whose
+    answer does not state them are missing.
     """
 
     cached: dict[int, int] = field(default_factory=dict)
@@ -96,11 +96,11 @@ class PassSums:
 
     @property
     def cached_tokens(self) -> int | None:
-        """The cached tokens of all prompts; None if no answer says."""
+        """The cached tokens of all prompts; None if no answer states any."""
         return sum(self.cached.values()) if self.cached else None
 
     def add(self, number: int, answer: Answer) -> None:
-        """Add what the answer to a request says, in place of what it said before."""
+        """Store the facts that the answer to a request states, in place of earlier ones."""
         if answer.cached_tokens is not None:
             self.cached[number] = answer.cached_tokens
         if answer.distances.compared:

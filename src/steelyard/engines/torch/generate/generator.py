@@ -37,8 +37,8 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What a step sampled: one token for each of `sequences`, in `tokens` on the host once
-    `arrived` has happened (None: it is there).
+    """The tokens that a step sampled, one for each of `sequences`: `tokens` is on the host once the
+    event `arrived` has happened (None: it is there already).
     """
 
     sequences: tuple[GeneratedSequence, ...]

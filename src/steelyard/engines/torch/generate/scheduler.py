@@ -57,7 +57,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step computes: chunks of prompts, or one token of each decoding sequence."""
+    """A step of generation: chunks of prompts, or one token of each decoding sequence."""
 
     phase: Literal["prefill", "decode"]
     chunks: tuple[Chunk, ...]

@@ -34,9 +34,9 @@ def _sleep(time_s: float) -> None:
 
 
 class StepMessages:
-    """What the first rank of a tensor-parallel group sends the others before it plans a step: the
-    numbers of new requests and how many steps it has reported, or that the pass is over. All ranks
-    plan the same steps from that. A group of one sends nothing.
+    """Messages from the first rank of a tensor-parallel group to the others, one before each step
+    that it plans: the numbers of new requests and how many steps it has reported, or that the pass
+    is over. All ranks plan the same steps from them. A group of one sends nothing.
     """
 
     def __init__(self, group: TensorParallelGroup, device: torch.device) -> None:
@@ -135,7 +135,7 @@ class StepPort:
 
     @property
     def preemptions(self) -> int:
-        """How often a sequence gave up its blocks and was computed again."""
+        """The number of times that a sequence gave up its blocks and was computed again."""
         return self._scheduler.preemptions
 
     def submit(self, request: GenerationRequest) -> None:
